@@ -1,0 +1,56 @@
+"""Changes to the FP8 layers of a model that is already loaded: another backend, or back to ordinary layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from anyfp8.backends import check_name
+from anyfp8.errors import BackendError
+from anyfp8.layers import DecodedParameter, FP8Layer
+from anyfp8.replace import ModuleTree, swap
+
+
+def set_backend(model: nn.Module, name: str) -> None:
+    """Choose again, for every FP8 layer of `model`, how it computes.
+
+    name: "auto", "native", "emulated", "dequantized", or a registered one. Embeddings look rows up whatever it is.
+    Raises BackendError with each layer's reason if one can't compute that way; then none has changed.
+    """
+    check_name(name)
+    chosen, refusals = [], {}
+    for path, module in model.named_modules():
+        if isinstance(module, FP8Layer) and not isinstance(module, nn.Embedding):
+            backend, why = module.candidate(name)
+            if backend is None:
+                refusals[path or type(module).__name__] = why[name]
+            else:
+                chosen.append((module, backend, why))
+    if refusals:
+        raise BackendError(f"backend {name!r} can't run {len(refusals)} of the layers:", refusals)
+    for layer, backend, why in chosen:
+        layer.backend, layer.refusals = backend, why
+
+
+def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Turn every FP8 layer of `model` back into the ordinary layer it replaced, in place; returns the model.
+
+    dtype: of the decoded weights; default: each layer's compute dtype. One layer at a time is in both forms. Only if
+    the root itself is an FP8 layer is the return value new.
+    """
+    tree = ModuleTree(model)
+    root = model
+    for module in {id(m): m for m in tree.modules.values()}.values():
+        if isinstance(module, FP8Layer):
+            plain = module.to_float(dtype)
+            swap(tree, module, plain)
+            root = plain if module is root else root
+        elif parametrize.is_parametrized(module):
+            for name, chain in list(module.parametrizations.items()):  # type: ignore[union-attr, operator]
+                if any(isinstance(p, DecodedParameter) for p in chain):
+                    value = getattr(module, name).detach()
+                    parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+                    setattr(module, name, nn.Parameter(value if dtype is None else value.to(dtype)))
+    root.__dict__.pop("_anyfp8_load", None)
+    return root

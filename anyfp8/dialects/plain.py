@@ -1,0 +1,28 @@
+"""A checkpoint without FP8 tensors, loaded strictly and as it is; refuses what looks quantized but isn't understood."""
+
+from __future__ import annotations
+
+from anyfp8.checkpoint import Checkpoint
+from anyfp8.dialects.config import quantization_config
+from anyfp8.errors import DialectError
+from anyfp8.folding import fold
+from anyfp8.manifest import Manifest, ManifestBuilder
+
+
+def read(checkpoint: Checkpoint, known: list[str]) -> Manifest:
+    """The manifest of a checkpoint that no dialect recognised, if it has no FP8 tensor; else a DialectError."""
+    config, where = quantization_config(checkpoint)
+    method = config.get("quant_method")
+    if method is not None:
+        raise DialectError(
+            f"{checkpoint.name}: {where} says quant_method {method!r}, which no dialect reads; known: {', '.join(known)}"
+        )
+    if fp8 := [name for name, ref in checkpoint.tensors.items() if ref.is_fp8]:
+        names = fold(fp8)
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise DialectError(
+            f"{checkpoint.name} holds {len(fp8)} FP8 tensors ({', '.join(names[:5])}{more}), but no manifest that says "
+            f"what they mean: no dialect recognised it (tried {', '.join(known)}; looked for anyfp8.json and for "
+            "quantization_config in config.json)"
+        )
+    return ManifestBuilder(checkpoint, "plain", "no FP8 tensors and no quantization config").build()

@@ -1,0 +1,54 @@
+"""The FP8 layers and which float layer each one replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from anyfp8.layers.conv import FP8Conv1d, FP8Conv2d, FP8Conv3d
+from anyfp8.layers.embedding import FP8Embedding
+from anyfp8.layers.linear import FP8Linear
+from anyfp8.layers.mixin import FP8Layer
+from anyfp8.layers.parametrized import DecodedParameter, parametrize_codes
+
+__all__ = [
+    *("DecodedParameter", "FP8Conv1d", "FP8Conv2d", "FP8Conv3d", "FP8Embedding", "FP8Layer", "FP8Linear"),
+    *("LAYERS", "parametrize_codes", "register_layer", "replacement"),
+]
+
+_REGISTRY: dict[type[nn.Module], type[FP8Layer]] = {
+    nn.Linear: FP8Linear,
+    NonDynamicallyQuantizableLinear: FP8Linear,  # torch's own subclass; it adds no forward
+    nn.Conv1d: FP8Conv1d,
+    nn.Conv2d: FP8Conv2d,
+    nn.Conv3d: FP8Conv3d,
+    nn.Embedding: FP8Embedding,
+}
+#: exact float type → its FP8 layer
+LAYERS: Mapping[type[nn.Module], type[FP8Layer]] = MappingProxyType(_REGISTRY)
+
+
+def register_layer(float_type: type[nn.Module], fp8_type: type[FP8Layer]) -> None:
+    """Let `fp8_type` replace modules of exactly `float_type`; a type that is taken is a ValueError."""
+    if float_type in _REGISTRY:
+        raise ValueError(f"{float_type.__name__} already has {_REGISTRY[float_type].__name__}")
+    _REGISTRY[float_type] = fp8_type
+
+
+def replacement(module: nn.Module) -> tuple[type[FP8Layer] | None, str]:
+    """The FP8 layer that can stand in for `module`, or None and the reason why none can."""
+    if "forward" in module.__dict__:
+        return None, "its forward was replaced on the instance"
+    if isinstance(module, FP8Layer):  # already FP8: loaded over
+        return type(module), ""
+    if type(module) not in LAYERS:
+        base = next((t for t in type(module).__mro__ if t in LAYERS), None)
+        if base is not None and type(module) is not base:
+            return None, f"{type(module).__name__} is a subclass of {base.__name__} that may compute something else"
+        return None, f"{type(module).__name__} is no layer type that has an FP8 version"
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        return None, "an Embedding with max_norm rewrites its table at each call"
+    return LAYERS[type(module)], ""

@@ -1,0 +1,25 @@
+"""FP8Conv1d, FP8Conv2d, FP8Conv3d."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from anyfp8.layers.mixin import FP8Layer
+
+
+class _FP8Conv(FP8Layer):
+    def forward(self, input: Tensor) -> Tensor:
+        """[N, in, ...] or [in, ...] → [N, out, ...] or [out, ...], in the input's dtype or autocast's."""
+        return self.backend.conv(self, input)
+
+
+class FP8Conv1d(_FP8Conv, nn.Conv1d):
+    """An `nn.Conv1d` with an FP8 weight."""
+
+
+class FP8Conv2d(_FP8Conv, nn.Conv2d):
+    """An `nn.Conv2d` with an FP8 weight."""
+
+
+class FP8Conv3d(_FP8Conv, nn.Conv3d):
+    """An `nn.Conv3d` with an FP8 weight."""

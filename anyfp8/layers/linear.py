@@ -1,0 +1,15 @@
+"""FP8Linear."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from anyfp8.layers.mixin import FP8Layer
+
+
+class FP8Linear(FP8Layer, nn.Linear):
+    """An `nn.Linear` with an FP8 weight. Input of any rank, [..., in] → [..., out]."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in_features] → [..., out_features], in the input's dtype or autocast's."""
+        return self.backend.linear(self, input)

@@ -1,0 +1,124 @@
+"""`FP8Layer`: what all FP8 layers share. Each is a subclass of the float layer it replaces, in a small file of its own."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from anyfp8.backends import Backend, DeviceInfo, select
+from anyfp8.errors import BackendError
+from anyfp8.layers.readonly import read_only, refuse_write
+from anyfp8.layers.storage import FP8Storage
+from anyfp8.numerics import FORMATS, quantize_tiled
+from anyfp8.scheme import QuantizationScheme
+
+L = TypeVar("L", bound="FP8Layer")
+
+#: what of a module's __dict__ is its own and not taken over by its twin
+_OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "scheme", "compute_dtype", "backend", "refusals")
+
+
+class FP8Layer(FP8Storage):
+    """Mixin before `nn.Linear`, `nn.Conv2d` ...: codes in place of `weight`, which becomes a read-only property.
+
+    Instances come from `from_codes` or `from_float`, never from the constructor.
+    """
+
+    backend: Backend
+    #: backends that were tried before the chosen one, and why they were not taken
+    refusals: dict[str, str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError(f"{type(self).__name__} is made from a float layer: use .from_float(...) or .from_codes(...)")
+
+    @classmethod
+    def from_codes(
+        cls: type[L],
+        module: nn.Module,
+        scheme: QuantizationScheme,
+        codes: Tensor,
+        weight_scale: Tensor,
+        input_scale: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> L:
+        """An FP8 twin of `module` (strides, bias, hooks, mode and other attributes are taken over, not copied).
+
+        codes: uint8, the shape of `module.weight`. weight_scale: float32, shape `grid_shape(codes.shape, scheme.tile)`.
+        input_scale: float32 (1,), for static schemes. dtype: what `weight` decodes to; default the module's own.
+        """
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self.__dict__.update({k: v for k, v in module.__dict__.items() if k not in _OWN})
+        if "bias" in module._parameters:
+            self.register_parameter("bias", module._parameters["bias"])
+        if dtype is None:  # an FP8 layer may itself be loaded over
+            dtype = module.compute_dtype if isinstance(module, FP8Layer) else module.get_parameter("weight").dtype
+        self._store(scheme, codes, weight_scale, input_scale, dtype)
+        self.select_backend("auto")
+        return self
+
+    @classmethod
+    def from_float(
+        cls: type[L], module: nn.Module, scheme: QuantizationScheme, input_scale: Tensor | None = None
+    ) -> L:
+        """Quantize a float layer's weight with one scale per tile; `input_scale` (float32) is needed if static."""
+        weight = module.get_parameter("weight")
+        scheme = scheme.for_rank(weight.dim())
+        if scheme.static == (input_scale is None):
+            raise ValueError("a static scheme needs an input_scale, and only a static one does")
+        codes, scale = quantize_tiled(weight, scheme.weight_dtype, scheme.tile)
+        static = None if input_scale is None else input_scale.detach().float().reshape(1)
+        return cls.from_codes(module, scheme, codes.view(torch.uint8), scale, static)
+
+    def to_float(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """The ordinary layer with the decoded weight (default: in the compute dtype); shares bias and hooks."""
+        plain_type = next(t for t in type(self).__mro__ if not issubclass(t, FP8Storage))
+        plain: nn.Module = plain_type.__new__(plain_type)
+        nn.Module.__init__(plain)
+        plain.__dict__.update({k: v for k, v in self.__dict__.items() if k not in _OWN})
+        plain.register_parameter("weight", nn.Parameter(self.decoded(dtype or self.compute_dtype)))
+        if "bias" in self._parameters:
+            plain.register_parameter("bias", self._parameters["bias"])
+        return plain
+
+    def select_backend(self, name: str) -> None:
+        """Choose how this layer computes; raises BackendError, with the reason, if it can't compute that way."""
+        backend, refusals = self.candidate(name)
+        if backend is None:
+            raise BackendError(f"backend {name!r} can't run this layer", {type(self).__name__: refusals[name]})
+        self.backend, self.refusals = backend, refusals
+
+    def candidate(self, name: str) -> tuple[Backend | None, dict[str, str]]:
+        """What `select_backend` would choose, or None, and the refusals on the way."""
+        return select(name, self.scheme, self.weight_codes.shape, DeviceInfo.of(self.weight_codes.device))
+
+    @property
+    def weight(self) -> Tensor:
+        """The decoded weight in the compute dtype: a fresh copy at each read, and read-only."""
+        return read_only(self.decoded(self.compute_dtype))
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        raise refuse_write("Assigning this weight")
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As nn.Module's, but a float `weight` is refused."""
+        if name == "weight":
+            raise refuse_write("Assigning this weight")
+        super().register_parameter(name, param)
+
+    def reset_parameters(self) -> None:
+        """Refused: a quantized layer has no weights to initialise."""
+        raise refuse_write("reset_parameters() on this layer")
+
+    @property
+    def fp8_dtype(self) -> torch.dtype:
+        """The torch dtype that the codes are in."""
+        return FORMATS[self.scheme.weight_dtype].dtype
+
+    def extra_repr(self) -> str:
+        """The float layer's, then the scheme and the backend."""
+        return f"{super().extra_repr()}, {self.scheme}, backend={self.backend.name}"

@@ -1,0 +1,94 @@
+"""How names of a file become names of a model: renaming on request, and one prefix that differs throughout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from anyfp8.errors import AnyFP8Error
+from anyfp8.replace import ModuleTree
+
+Rename = Mapping[str, str] | Callable[[str], str]
+
+
+def renamer(rename: Rename | None) -> Callable[[str], str]:
+    """A function on tensor names that applies `rename` to their module path.
+
+    rename: an ordered mapping regex → replacement (all are applied, with re.sub), or a function on module paths.
+    """
+    if rename is None:
+        return lambda name: name
+    if callable(rename):
+        on_path = rename
+    else:
+        try:
+            rules = [(re.compile(pattern), replacement) for pattern, replacement in rename.items()]
+        except re.error as error:
+            raise AnyFP8Error(f"rename: {error.pattern!r} is not a regular expression ({error})") from None
+
+        def on_path(path: str) -> str:
+            for pattern, replacement in rules:
+                path = pattern.sub(replacement, path)
+            return path
+
+    def on_name(name: str) -> str:
+        path, _, leaf = name.rpartition(".")
+        path = on_path(path)
+        return f"{path}.{leaf}" if path else leaf
+
+    return on_name
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A prefix to take off the file's names, or to put before them; a function on names."""
+
+    strip: str = ""
+    add: str = ""
+    note: str = ""
+
+    def __call__(self, name: str) -> str:
+        """The name in the model's terms."""
+        if self.strip and name.startswith(self.strip):
+            name = name[len(self.strip) :]
+        return self.add + name
+
+
+def find_prefix(
+    tree: ModuleTree, needs: Mapping[str, tuple[int, ...]], rename: Callable[[str], str]
+) -> Prefix:
+    """The prefix by which the file's names differ from the model's, if exactly one makes the match complete.
+
+    needs: tensor name in the file → shape. Complete: every one has a place of its shape, and every place is filled.
+    Where the names match as they are, or no prefix or more than one would do, the empty prefix.
+    """
+    names = {rename(name): shape for name, shape in needs.items()}
+    if not names or _complete(tree, names, Prefix()):
+        return Prefix()
+    probe = max(names, key=lambda name: (name.count("."), len(name)))
+    dots = [i for i, char in enumerate(probe) if char == "."]
+    candidates = [Prefix(strip=probe[: i + 1]) for i in dots if tree.find(probe[i + 1 :])]
+    candidates += [Prefix(add=name[: -len(probe)]) for name in tree.slots if name.endswith("." + probe)]
+    complete = [p for p in candidates if _complete(tree, names, p)]
+    if len(complete) != 1:
+        return Prefix()
+    (found,) = complete
+    if found.strip:
+        note = f"the checkpoint's names all begin with {found.strip!r}, the model's don't: it was taken off"
+    else:
+        note = f"the model's names all begin with {found.add!r}, the checkpoint's don't: it was put before them"
+    return Prefix(found.strip, found.add, note)
+
+
+def _complete(tree: ModuleTree, names: Mapping[str, tuple[int, ...]], prefix: Prefix) -> bool:
+    if prefix.strip and not all(name.startswith(prefix.strip) for name in names):
+        return False
+    filled: set[int] = set()
+    for name, shape in names.items():
+        slot = tree.find(prefix(name))
+        if slot is None or tuple(slot.tensor.shape) != shape:
+            return False
+        filled.add(id(slot.tensor))
+    return all(id(s.tensor) in filled or s.leaf == "num_batches_tracked" for s in tree.unique_slots())
+

@@ -1,0 +1,124 @@
+"""Walks and swaps: names of modules and tensors in a module tree, seen through wrappers. Knows nn.Module only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from anyfp8.layers import FP8Layer
+
+#: child names that torch's wrappers put between a module and its own names
+_ALWAYS_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_MODULE_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+_SEGMENT = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+@dataclass
+class Slot:
+    """One place in the tree where a tensor of a checkpoint can go.
+
+    names: every name it has (shared modules have several), wrappers left out. owner/leaf: where it is stored.
+    tensor: what is there now; for the weight of an FP8 layer, its codes.
+    """
+
+    owner: nn.Module
+    leaf: str
+    tensor: Tensor
+    is_buffer: bool
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+
+class ModuleTree:
+    """An index of a model: names → modules and tensors, with the wrappers of torch seen through.
+
+    modules: canonical path → module. parents: id(module) → every (parent, child name) that holds it.
+    slots: name → Slot, under canonical names. meta_buffers: non-persistent buffers that are on the meta device.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.modules: dict[str, nn.Module] = {}
+        self.parents: dict[int, list[tuple[nn.Module, str]]] = {}
+        self.slots: dict[str, Slot] = {}
+        self.meta_buffers: dict[str, tuple[nn.Module, str]] = {}
+        self._by_place: dict[tuple[int, str], Slot] = {}
+        self._walk(root, "", [])
+
+    def _walk(self, module: nn.Module, path: str, above: list[int]) -> None:
+        if id(module) in above:  # a module that contains itself (a back reference registered by mistake)
+            return
+        self.modules.setdefault(path, module)
+        for leaf, tensor, is_buffer in _tensors(module):
+            slot = self._by_place.setdefault((id(module), leaf), Slot(module, leaf, tensor, is_buffer))
+            name = f"{path}.{leaf}" if path else leaf
+            slot.names.append(name)
+            self.slots[name] = slot
+        for leaf in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(leaf)
+            if buffer is not None and buffer.is_meta:
+                self.meta_buffers[f"{path}.{leaf}" if path else leaf] = (module, leaf)
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            self.parents.setdefault(id(child), [])
+            if (module, name) not in self.parents[id(child)]:
+                self.parents[id(child)].append((module, name))
+            inside = path if _is_wrapper(module, name) else f"{path}.{name}" if path else name
+            self._walk(child, inside, [*above, id(module)])
+
+    def find(self, name: str) -> Slot | None:
+        """The slot of a tensor name, which may still carry wrapper segments."""
+        return self.slots.get(name) or self.slots.get(strip_wrappers(name))
+
+    def unique_slots(self) -> Iterator[Slot]:
+        """Every slot once, whatever the number of its names."""
+        return iter(self._by_place.values())
+
+    def tied(self) -> list[list[Slot]]:
+        """Slots grouped by the tensor they hold; tied weights share a group."""
+        groups: dict[int, list[Slot]] = {}
+        for slot in self.unique_slots():
+            groups.setdefault(id(slot.tensor), []).append(slot)
+        return list(groups.values())
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    hidden = set(module._non_persistent_buffers_set)
+    if isinstance(module, FP8Layer):
+        hidden |= {"weight_codes", "weight_scale", "input_scale"}
+        yield "weight", module.weight_codes, True
+    for leaf, parameter in module._parameters.items():
+        if parameter is not None:
+            yield leaf, parameter, False
+    for leaf, buffer in module._buffers.items():
+        if buffer is not None and leaf not in hidden:
+            yield leaf, buffer, True
+
+
+def _is_wrapper(parent: nn.Module, child: str) -> bool:
+    return child in _ALWAYS_WRAPPERS or (child == "module" and isinstance(parent, _MODULE_WRAPPERS))
+
+
+def strip_wrappers(name: str) -> str:
+    """The name without the segments that torch's wrappers add.
+
+    >>> strip_wrappers("module.blocks.0._orig_mod.fc.weight")
+    'blocks.0.fc.weight'
+    """
+    return _SEGMENT.sub("", name)
+
+
+def swap(tree: ModuleTree, old: nn.Module, new: nn.Module) -> None:
+    """Put `new` wherever `old` is. When `old` is the root there is nothing to swap: the caller returns `new`."""
+    for parent, name in tree.parents.get(id(old), []):
+        parent._modules[name] = new
+        if name == "_orig_mod" and hasattr(parent, "_initialize"):
+            parent._initialize()  # torch.compile's wrapper has bound the old module's forward

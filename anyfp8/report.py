@@ -1,0 +1,120 @@
+"""`LoadReport`: what the last load did to a model, as plain data, with the backends as they are now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from anyfp8.errors import AnyFP8Error
+from anyfp8.folding import fold
+from anyfp8.layers import DecodedParameter, FP8Layer
+from anyfp8.manifest import group_by_reason
+from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace, Skip
+from anyfp8.scheme import QuantizationScheme
+
+_ATTRIBUTE = "_anyfp8_load"
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One FP8 layer: its scheme, the backend that runs it, why better ones were not taken, and its bytes."""
+
+    scheme: QuantizationScheme
+    backend: str
+    refusals: dict[str, str]
+    nbytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did. layers: module path → LayerReport, read off the model at the time of asking.
+
+    dequantized, skipped: name → reason. assigned: how many plain tensors. notes: what a user should know.
+    """
+
+    source: str
+    dialect: str
+    evidence: str
+    layers: dict[str, LayerReport]
+    dequantized: dict[str, str]
+    skipped: dict[str, str]
+    ignored_files: dict[str, str]
+    assigned: int
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON types."""
+        layers = {
+            name: {
+                "scheme": layer.scheme.to_dict(),
+                "backend": layer.backend,
+                "refusals": dict(layer.refusals),
+                "bytes": layer.nbytes,
+                "note": layer.note,
+            }
+            for name, layer in self.layers.items()
+        }
+        return {**vars(self), "layers": layers, "notes": list(self.notes)}
+
+    def __str__(self) -> str:
+        total = sum(layer.nbytes for layer in self.layers.values())
+        lines = [
+            f"{self.source}: {self.dialect} ({self.evidence})",
+            f"  {len(self.layers)} FP8 layers ({total / 1e6:.1f} MB), {self.assigned} plain tensors",
+        ]
+        groups: dict[str, list[str]] = {}
+        for name, layer in self.layers.items():
+            why = "".join(f"; not {b}: {reason}" for b, reason in layer.refusals.items())
+            groups.setdefault(f"{layer.scheme} → {layer.backend}{why}{layer.note and '; ' + layer.note}", []).append(name)
+        lines += [f"  {', '.join(fold(names))}: {text}" for text, names in groups.items()]
+        for title, table in (("decoded to float", self.dequantized), ("skipped", self.skipped), ("ignored", self.ignored_files)):
+            lines += [f"  {title}: {', '.join(fold(n))} ({why})" for why, n in group_by_reason(table).items()]
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+def attach_report(model: nn.Module, plan: Plan) -> None:
+    """Keep what the plan knows on the model, for `report`."""
+    notes = {s.slot.name: s.reason for kind in (Replace, Parametrize) for s in plan.of(kind) if s.reason}
+    kept = {
+        "source": plan.manifest.checkpoint.name,
+        "dialect": plan.manifest.dialect,
+        "evidence": plan.manifest.evidence,
+        "dequantized": {s.slot.name: s.reason for s in plan.of(Dequantize)},
+        "skipped": {s.name: s.reason for s in plan.of(Skip)},
+        "ignored_files": dict(plan.manifest.checkpoint.ignored),
+        "assigned": sum(1 for _ in plan.of(Assign)),
+        "notes": plan.notes,
+    }
+    model.__dict__[_ATTRIBUTE] = (kept, notes)
+
+
+def report(model: nn.Module) -> LoadReport:
+    """What the last `load` did to this model; raises AnyFP8Error if none did."""
+    if _ATTRIBUTE not in model.__dict__:
+        raise AnyFP8Error(f"this {type(model).__name__} was not loaded by anyfp8.load (or is only a part of what was)")
+    kept, notes = model.__dict__[_ATTRIBUTE]
+    return LoadReport(layers=layer_reports(model, notes), **kept)
+
+
+def layer_reports(model: nn.Module, notes: dict[str, str] | None = None) -> dict[str, LayerReport]:
+    """The FP8 layers of a model as they are now."""
+    from anyfp8.replace import strip_wrappers
+
+    notes = notes or {}
+    found: dict[str, LayerReport] = {}
+    for path, module in model.named_modules():
+        name = strip_wrappers(f"{path}.")[:-1] if path else path
+        if isinstance(module, FP8Layer):
+            size = module.weight_codes.nbytes + module.weight_scale.nbytes
+            size += module.input_scale.nbytes if module.input_scale is not None else 0
+            note = notes.get(f"{name}.weight" if name else "weight", "")
+            found[name] = LayerReport(module.scheme, module.backend.name, dict(module.refusals), size, note)
+        elif isinstance(module, DecodedParameter):  # <owner>.parametrizations.<parameter>.0
+            owner, _, leaf = name.removesuffix(".0").rpartition(".")
+            name = f"{owner.removesuffix('parametrizations').removesuffix('.')}.{leaf}".lstrip(".")
+            size = module.weight_codes.nbytes + module.weight_scale.nbytes
+            found[name] = LayerReport(module.scheme, "decoded on access", {}, size, notes.get(name, ""))
+    return found

@@ -1,0 +1,255 @@
+"""`QuantizationScheme`: how one layer's weight and input are quantized, as a frozen value with dict-style access."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from anyfp8.errors import SchemeError
+
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+SCALE_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e8m0fnu")
+
+Tile = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class QuantizationScheme(Mapping[str, Any]):
+    """How one layer is quantized. `real = code × scale`, always.
+
+    weight_dtype: dtype of the stored codes, one of `FP8_DTYPES`.
+    tile: the shape of the patch of weight that shares one scale; −1 is the whole axis. Tensor (−1, −1), output channel
+        (1, −1), group (1, g), block (128, 128), convolution per channel (1, −1, −1, −1). Edge tiles are clipped.
+    scale_dtype: dtype of the stored scales (in memory they are float32).
+    act_dtype: dtype the input is rounded to, or None: weight-only.
+    act_dynamic: True: the input's scale is computed at each call. False: it is the file's `input_scale`.
+    act_tile: the patch of input that shares one scale: (−1, −1) whole tensor, (1, −1) token (one row of the last
+        dimension, whatever the rank), (1, g) groups of g along the last dimension. Static inputs have one scale.
+
+    >>> scheme = QuantizationScheme.from_preset("FP8_STATIC")
+    >>> scheme["act_dynamic"], scheme.tile, "act_dtype" in scheme
+    (False, (1, -1), True)
+
+    Raises SchemeError for an unknown key or value; the message lists the valid ones.
+    """
+
+    weight_dtype: str = "float8_e4m3fn"
+    tile: Tile = (-1, -1)
+    scale_dtype: str = "float32"
+    act_dtype: str | None = None
+    act_dynamic: bool = False
+    act_tile: Tile = (-1, -1)
+
+    def __post_init__(self) -> None:
+        for name in ("tile", "act_tile"):
+            object.__setattr__(self, name, _tile(name, getattr(self, name)))
+        for name in ("weight_dtype", "scale_dtype", "act_dtype"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, value if value is None else str(value).removeprefix("torch."))
+        _one_of("weight_dtype", self.weight_dtype, FP8_DTYPES)
+        _one_of("scale_dtype", self.scale_dtype, SCALE_DTYPES)
+        if self.act_dtype is not None:
+            _one_of("act_dtype", self.act_dtype, FP8_DTYPES)
+        if not isinstance(self.act_dynamic, bool):
+            raise SchemeError(f"act_dynamic is {self.act_dynamic!r}; valid: True, False")
+        if len(self.act_tile) != 2 or self.act_tile[0] not in (1, -1) or self.act_tile[0] == -1 != self.act_tile[1]:
+            raise SchemeError(
+                f"act_tile is {list(self.act_tile)}; valid: [-1, -1] per tensor, [1, -1] per token, [1, g] per group"
+            )
+        if self.act_dtype is None and (self.act_dynamic or self.act_tile != (-1, -1)):
+            raise SchemeError("act_dtype is null (weight-only), so act_dynamic must be false and act_tile [-1, -1]")
+        if self.act_dtype and not self.act_dynamic and self.act_tile != (-1, -1):
+            raise SchemeError(f"a static input has one scale: act_tile must be [-1, -1], not {list(self.act_tile)}")
+
+    # --- dict-style access (the field passes schemes as dicts) ---
+    def __getitem__(self, key: str) -> Any:
+        if key not in _FIELDS:
+            raise KeyError(f"{key!r}; a QuantizationScheme has {', '.join(_FIELDS)}")
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_FIELDS)
+
+    def __len__(self) -> int:
+        return len(_FIELDS)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The scheme as plain JSON types, as written in `anyfp8.json`."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> QuantizationScheme:
+        """A scheme from this class's own keys; an unknown key is an error that lists the valid ones."""
+        _known_keys("QuantizationScheme", values, _FIELDS)
+        return cls(**values)
+
+    @classmethod
+    def from_preset(cls, name: str) -> QuantizationScheme:
+        """One of the field's named schemes (case-insensitive); see `PRESETS`."""
+        try:
+            return PRESETS[name.upper()]
+        except KeyError:
+            raise SchemeError(f"unknown preset {name!r}; valid: {', '.join(PRESETS)}") from None
+
+    @classmethod
+    def of(cls, value: str | Mapping[str, Any] | QuantizationScheme) -> QuantizationScheme:
+        """A scheme from a scheme, a preset name, or a dict in our, auto-round's or compressed-tensors' words."""
+        if isinstance(value, QuantizationScheme):
+            return value
+        if isinstance(value, str):
+            return cls.from_preset(value)
+        if set(value) & {"bits", "group_size", "data_type", "act_bits"}:
+            return cls.from_auto_round(value)
+        if "weights" in value:
+            return cls.from_compressed_tensors(value)
+        return cls.from_dict(value)
+
+    @classmethod
+    def from_auto_round(cls, values: Mapping[str, Any]) -> QuantizationScheme:
+        """A scheme from auto-round's keys (bits, group_size, data_type, act_bits, act_dynamic ...).
+
+        Defaults are auto-round's: act_bits absent is 16 (weight-only), act_dynamic absent is True, missing activation
+        fields copy the weight's.
+        """
+        _known_keys("auto-round scheme", values, _AUTO_ROUND_KEYS)
+        get = lambda key, default: default if values.get(key) is None else values[key]  # noqa: E731
+        for prefix, bits in (("", get("bits", 4)), ("act_", get("act_bits", 16))):
+            kind = get(prefix + "data_type", get("data_type", "int"))
+            if not (prefix and bits >= 16):
+                _one_of(prefix + "bits", bits, (8,))
+                _one_of(prefix + "data_type", kind, ("fp", "fp8", "fp8_e4m3"))
+                _one_of(prefix + "sym", get(prefix + "sym", True), (True,))
+        if values.get("rotation_config") or values.get("super_bits") or values.get("super_group_size"):
+            raise SchemeError("rotation_config, super_bits and super_group_size are not supported for FP8")
+        size = get("group_size", -1)
+        tile = tuple(size) if isinstance(size, (list, tuple)) else {-1: (1, -1), 0: (-1, -1)}.get(size, (1, size))
+        if get("act_bits", 16) >= 16:
+            return cls(tile=tile)
+        act_size = get("act_group_size", size if isinstance(size, int) else size[-1])
+        act_tile = {-1: (1, -1), 0: (-1, -1)}.get(int(act_size), (1, int(act_size)))
+        return cls(tile=tile, act_dtype="float8_e4m3fn", act_dynamic=get("act_dynamic", True), act_tile=act_tile)
+
+    @classmethod
+    def from_compressed_tensors(cls, group: Mapping[str, Any]) -> QuantizationScheme:
+        """A scheme from one of compressed-tensors' config groups (`weights`, `input_activations`, ...).
+
+        An unknown key inside the group or its args blocks is an error, as it is in compressed-tensors.
+        """
+        _known_keys("compressed-tensors group", group, _CT_GROUP_KEYS)
+        if group.get("output_activations"):
+            raise SchemeError("output_activations are not supported")
+        weights = _ct_args("weights", group["weights"])
+        tile = {"tensor": (-1, -1), "channel": (1, -1)}.get(weights["strategy"])
+        if weights["strategy"] == "group":
+            tile = (1, weights["group_size"])
+        elif weights["strategy"] == "block":
+            block = weights["block_structure"]
+            tile = tuple(int(n) for n in (block.split("x") if isinstance(block, str) else block))
+        if tile is None:
+            raise SchemeError(f"weights: strategy is {weights['strategy']!r}; valid: tensor, channel, group, block")
+        if not group.get("input_activations"):
+            return cls(tile=tile)
+        act = _ct_args("input_activations", group["input_activations"])
+        act_tile = {"tensor": (-1, -1), "token": (1, -1)}.get(act["strategy"])
+        if act["strategy"] == "group":
+            act_tile = (1, act["group_size"])
+        if act_tile is None:
+            raise SchemeError(
+                f"input_activations: strategy is {act['strategy']!r}; valid: tensor (static or dynamic), token, group"
+            )
+        return cls(tile=tile, act_dtype="float8_e4m3fn", act_dynamic=bool(act["dynamic"]), act_tile=act_tile)
+
+    # --- questions that code asks of a scheme ---
+    @property
+    def weight_only(self) -> bool:
+        """True if the input is not quantized."""
+        return self.act_dtype is None
+
+    @property
+    def static(self) -> bool:
+        """True if the input is quantized with the file's `input_scale`."""
+        return self.act_dtype is not None and not self.act_dynamic
+
+    def for_rank(self, rank: int) -> QuantizationScheme:
+        """The scheme with `tile` spelled out for a weight of `rank` dimensions.
+
+        A preset says (−1, −1) or (1, −1); a convolution's weight needs (−1, −1, −1, −1) or (1, −1, −1, −1).
+        """
+        if len(self.tile) == rank or set(self.tile[1:]) - {-1}:
+            return self
+        return replace(self, tile=(self.tile[0],) + (-1,) * (rank - 1))
+
+    def __str__(self) -> str:
+        def name(dtype: str, tile: Tile, token: str) -> str:
+            short = dtype.removeprefix("float8_")
+            if set(tile) == {-1}:
+                return f"{short} per tensor"
+            if tile[0] == 1 and set(tile[1:]) == {-1}:
+                return f"{short} per {token}"
+            return f"{short} per {'×'.join('·' if n == -1 else str(n) for n in tile)}"
+
+        weight = name(self.weight_dtype, self.tile, "channel")
+        if self.act_dtype is None:
+            return f"{weight}, weight-only"
+        kind = "dynamic" if self.act_dynamic else "static"
+        return f"{weight}, input {kind} {name(self.act_dtype, self.act_tile, 'token')}"
+
+
+_FIELDS = tuple(f.name for f in fields(QuantizationScheme))
+_AUTO_ROUND_KEYS = (
+    *("bits", "group_size", "sym", "data_type", "act_bits", "act_group_size", "act_sym", "act_data_type"),
+    *("act_dynamic", "super_bits", "super_group_size", "rotation_config"),
+)
+_CT_GROUP_KEYS = ("targets", "weights", "input_activations", "output_activations", "format")
+_CT_ARGS_KEYS = (
+    *("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "actorder"),
+    *("scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
+)
+
+def _tile(name: str, value: Any) -> Tile:
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
+        raise SchemeError(f"{name} is {value!r}; valid: a list of sizes, -1 for a whole axis")
+    tile = tuple(value)
+    if not tile or any(isinstance(n, bool) or not isinstance(n, int) or (n < 1 and n != -1) for n in tile):
+        raise SchemeError(f"{name} is {list(tile)}; valid: positive sizes, -1 for a whole axis")
+    return tile
+
+
+def _one_of(key: str, value: Any, valid: tuple[Any, ...]) -> None:
+    if value not in valid:
+        raise SchemeError(f"{key} is {value!r}; valid: {', '.join(map(str, valid))}")
+
+
+def _known_keys(what: str, values: Mapping[str, Any], valid: tuple[str, ...]) -> None:
+    unknown = [k for k in values if k not in valid]
+    if unknown:
+        raise SchemeError(f"{what} has unknown key {', '.join(map(repr, unknown))}; valid: {', '.join(valid)}")
+
+
+def _ct_args(where: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """An args block with compressed-tensors' defaults filled in, checked to be symmetric 8-bit float."""
+    _known_keys(f"compressed-tensors {where}", args, _CT_ARGS_KEYS)
+    full = {key: args.get(key) for key in _CT_ARGS_KEYS}
+    size = full["group_size"]
+    if full["strategy"] is None:
+        full["strategy"] = "tensor" if size is None else "channel" if size == -1 else "group"
+    for key, default, valid in (("num_bits", 8, (8,)), ("type", "int", ("float",)), ("symmetric", True, (True,))):
+        _one_of(f"{where}: {key}", default if full[key] is None else full[key], valid)
+    if full["strategy"] == "group" and not (isinstance(size, int) and size > 0):
+        raise SchemeError(f"{where}: strategy 'group' needs a group_size, not {size!r}")
+    if full["strategy"] == "block" and not full["block_structure"]:
+        raise SchemeError(f"{where}: strategy 'block' needs a block_structure such as [128, 128]")
+    return full
+
+
+_E4M3 = "float8_e4m3fn"
+#: The field's names. FP8_STATIC is auto-round's (per output channel), FP8 compressed-tensors' (per tensor).
+PRESETS: dict[str, QuantizationScheme] = {
+    "FP8_STATIC": QuantizationScheme(tile=(1, -1), act_dtype=_E4M3),
+    "FP8": QuantizationScheme(tile=(-1, -1), act_dtype=_E4M3),
+    "FP8_DYNAMIC": QuantizationScheme(tile=(1, -1), act_dtype=_E4M3, act_dynamic=True, act_tile=(1, -1)),
+    "FP8_BLOCK": QuantizationScheme(tile=(128, 128), act_dtype=_E4M3, act_dynamic=True, act_tile=(1, 128)),
+    "FP8_WEIGHT_ONLY": QuantizationScheme(tile=(1, -1)),
+    "FPW8A16": QuantizationScheme(tile=(-1, -1)),
+}
