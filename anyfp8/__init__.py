@@ -17,7 +17,9 @@ from anyfp8.layers import FP8Conv1d, FP8Conv2d, FP8Conv3d, FP8Embedding, FP8Line
 from anyfp8.load import inspect, load, plan
 from anyfp8.manifest import Manifest
 from anyfp8.plan import Plan
+from anyfp8.quantize import quantize
 from anyfp8.report import LoadReport, report
+from anyfp8.save import save
 from anyfp8.scheme import QuantizationScheme
 
 __version__ = "0.1.0"

@@ -48,13 +48,14 @@ class ReadOnlyWeightError(AnyFP8Error):
 class Problem:
     """One thing that keeps a checkpoint from being loaded into a model.
 
-    `kind` is one of the headings in `HEADINGS`, `name` a tensor or module of the file or model, `detail` what is
-    wrong with it (equal details are printed once, with their names folded).
+    `kind` is one of the headings in `HEADINGS`, `name` a tensor or module of the file or model, `file` where it is
+    stored, `detail` what is wrong with it (equal details are printed once, with their names folded).
     """
 
     kind: str
     name: str
     detail: str = ""
+    file: str = ""
 
 
 HEADINGS = {
@@ -85,14 +86,14 @@ def describe(problems: Sequence[Problem], source: str = "", hint: str = "") -> s
     """The problems as text: grouped by kind, equal details together, names folded."""
     lines = [f"{source or 'the checkpoint'} can't be loaded ({len(problems)} problem{'s' * (len(problems) != 1)}):"]
     for kind, heading in HEADINGS.items():
-        by_detail: dict[str, list[str]] = {}
+        groups: dict[tuple[str, str], list[str]] = {}
         for problem in problems:
             if problem.kind == kind:
-                by_detail.setdefault(problem.detail, []).append(problem.name)
-        if by_detail:
+                groups.setdefault((problem.file, problem.detail), []).append(problem.name)
+        if groups:
             lines.append(f"  {heading}:")
-        for detail, names in by_detail.items():
-            lines.append(f"    {', '.join(fold(names))}" + (f": {detail}" if detail else ""))
+        for (file, detail), names in groups.items():
+            lines.append(f"    {', '.join(fold(names))}" + f" in {file}" * bool(file) + f": {detail}" * bool(detail))
     if hint:
         lines.append(f"  {hint}")
     return "\n".join(lines)

@@ -21,7 +21,7 @@ from anyfp8.naming import Rename
 from anyfp8.numerics import dequantize
 from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace, build_plan
 from anyfp8.replace import ModuleTree, Slot, swap
-from anyfp8.report import attach_report
+from anyfp8.report import attach_plan
 
 Source = str | Path | Mapping[str, Tensor]
 
@@ -157,7 +157,7 @@ def _apply(
             advance(spec.nbytes)
     if device is not None:
         root.to(device)  # what the checkpoint doesn't hold: non-persistent buffers
-    attach_report(root, plan)
+    attach_plan(root, plan)
     return root
 
 
@@ -173,7 +173,11 @@ def _build_layers(
         where = _target(step.slot, device)
         if spec.weight.name not in shared:
             scale, static = spec.read_weight_scale().to(where), spec.read_input_scale()
-            shared[spec.weight.name] = (spec.read_codes().to(where), scale, static if static is None else static.to(where))
+            shared[spec.weight.name] = (
+                spec.read_codes().to(where),
+                scale,
+                static if static is None else static.to(where),
+            )
         codes, scale, static = shared[spec.weight.name]
         static = static if spec.scheme.static else None
         layer = step.layer.from_codes(step.slot.owner, spec.scheme, codes, scale, static, dtype=dtype)
@@ -237,7 +241,9 @@ def _meta_buffers(tree: ModuleTree, device: torch.device | None) -> Iterator[Non
         empty = [
             name
             for name, (owner, leaf) in tree.meta_buffers.items()
-            if (b := owner._buffers[leaf]) is None or b.is_meta or (b.is_floating_point() and bool(b.isnan().all()) and b.numel())
+            if (b := owner._buffers[leaf]) is None
+            or b.is_meta
+            or (b.is_floating_point() and bool(b.isnan().all()) and b.numel())
         ]
         if empty:
             raise LoadError([Problem("meta", n, "init_non_persistent_buffers() left it empty") for n in empty])

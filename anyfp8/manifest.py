@@ -72,40 +72,42 @@ class LayerSpec:
         found = []
         stored, scheme = dtype_name(self.weight.torch_dtype), self.scheme
         if stored != scheme.weight_dtype:
-            found.append(
-                Problem("mismatched", str(self.weight), f"is {stored}, the manifest says {scheme.weight_dtype}")
-            )
+            found.append(_problem("mismatched", self.weight, f"is {stored}, the manifest says {scheme.weight_dtype}"))
         for ref in self.refs[1:]:
             if ref.dtype not in _FLOATS:
-                found.append(Problem("mismatched", str(ref), f"a scale can't be {ref.dtype}"))
+                found.append(_problem("mismatched", ref, f"a scale can't be {ref.dtype}"))
         if len(scheme.tile) != len(self.shape):
             detail = f"the manifest's tile {list(scheme.tile)} has another rank than the shape {list(self.shape)}"
-            return [*found, Problem("mismatched", str(self.weight), detail)]
+            return [*found, _problem("mismatched", self.weight, detail)]
         grid = grid_shape(self.shape, scheme.tile)
         if not _says_grid(self.weight_scale.shape, grid):
             detail = f"shape {list(self.weight_scale.shape)}, but tile {list(scheme.tile)} over a weight of shape "
             detail += f"{list(self.shape)} needs {list(grid)}"
-            found.append(Problem("mismatched", str(self.weight_scale), detail))
+            found.append(_problem("mismatched", self.weight_scale, detail))
         if self.input_scale is not None and self.input_scale.shape not in ((), (1,), (1, 1)):
             detail = f"shape {list(self.input_scale.shape)}, but a static input has one scale"
-            found.append(Problem("mismatched", str(self.input_scale), detail))
+            found.append(_problem("mismatched", self.input_scale, detail))
         return found
 
     def value_problems(self) -> list[Problem]:
         """What is wrong with the values: NaN codes, scales that are NaN, infinite, negative, or zero for the input."""
         found = []
         if nan := count_nan(self.read_codes(), self.scheme.weight_dtype):
-            found.append(Problem("invalid", str(self.weight), f"{nan} of its codes are NaN"))
+            found.append(_problem("invalid", self.weight, f"{nan} of its codes are NaN"))
         for ref, scale in ((self.weight_scale, self.read_weight_scale()), (self.input_scale, self.read_input_scale())):
             if ref is None or scale is None:
                 continue
             if not bool(scale.isfinite().all()):
-                found.append(Problem("invalid", str(ref), "holds NaN or infinite scales"))
+                found.append(_problem("invalid", ref, "holds NaN or infinite scales"))
             elif bool((scale < 0).any()):
-                found.append(Problem("invalid", str(ref), "holds negative scales"))
+                found.append(_problem("invalid", ref, "holds negative scales"))
             elif ref is self.input_scale and bool((scale == 0).any()):
-                found.append(Problem("invalid", str(ref), "is 0, and inputs are divided by it"))
+                found.append(_problem("invalid", ref, "is 0, and inputs are divided by it"))
         return found
+
+
+def _problem(kind: str, ref: TensorRef, detail: str) -> Problem:
+    return Problem(kind, ref.name, detail, ref.file)
 
 
 def _says_grid(stored: tuple[int, ...], grid: tuple[int, ...]) -> bool:
@@ -226,9 +228,17 @@ class ManifestBuilder:
                 found[module] = ref
         return found
 
-    def problem(self, kind: str, name: str, detail: str) -> None:
+    def problem(self, kind: str, name: str | TensorRef, detail: str) -> None:
         """Record something that makes the checkpoint unusable."""
-        self.problems.append(Problem(kind, name, detail))
+        self.problems.append(Problem(kind, name, detail) if isinstance(name, str) else _problem(kind, name, detail))
+
+    def refuse(self, module: str, kind: str, detail: str) -> None:
+        """Record why a layer can't be read, and claim its tensors: they need no problem of their own."""
+        self.problem(kind, module, detail)
+        for name in self.checkpoint.tensors:
+            path, _, leaf = name.rpartition(".")
+            if path == module and (leaf == "weight" or _SCALE_LEAF.fullmatch(leaf)):
+                self._owned.add(name)
 
     def layer(self, module: str, scheme: QuantizationScheme, *, why_static: str) -> None:
         """Claim `<module>.weight`, `.weight_scale` and (static schemes) `.input_scale` as one quantized layer.
@@ -252,9 +262,11 @@ class ManifestBuilder:
         if weight is None or scale is None or (scheme.static and input_scale is None):
             return
         spec = LayerSpec(module, scheme.for_rank(len(weight.shape)), weight, scale, input_scale)
-        spec = replace(spec, scheme=replace(spec.scheme, scale_dtype=dtype_name(scale.torch_dtype))) if (
-            self.lenient and scale.dtype in _FLOATS
-        ) else spec
+        spec = (
+            replace(spec, scheme=replace(spec.scheme, scale_dtype=dtype_name(scale.torch_dtype)))
+            if (self.lenient and scale.dtype in _FLOATS)
+            else spec
+        )
         problems = spec.header_problems()
         self.problems += problems
         if not problems:

@@ -55,9 +55,7 @@ class Prefix:
         return self.add + name
 
 
-def find_prefix(
-    tree: ModuleTree, needs: Mapping[str, tuple[int, ...]], rename: Callable[[str], str]
-) -> Prefix:
+def find_prefix(tree: ModuleTree, needs: Mapping[str, tuple[int, ...]], rename: Callable[[str], str]) -> Prefix:
     """The prefix by which the file's names differ from the model's, if exactly one makes the match complete.
 
     needs: tensor name in the file → shape. Complete: every one has a place of its shape, and every place is filled.
@@ -91,4 +89,3 @@ def _complete(tree: ModuleTree, names: Mapping[str, tuple[int, ...]], prefix: Pr
             return False
         filled.add(id(slot.tensor))
     return all(id(s.tensor) in filled or s.leaf == "num_batches_tracked" for s in tree.unique_slots())
-

@@ -98,7 +98,9 @@ class Plan:
         for kind in (Replace, Parametrize, Dequantize):
             groups: dict[str, list[str]] = {}
             for step in self.of(kind):
-                groups.setdefault(f"{step.spec.scheme}" + step.reason and f" ({step.reason})", []).append(step.slot.name)
+                groups.setdefault(f"{step.spec.scheme}" + step.reason and f" ({step.reason})", []).append(
+                    step.slot.name
+                )
             lines += [f"  {kind.__name__} {', '.join(fold(names))}{why}" for why, names in groups.items()]
         lines.append(f"  Assign {sum(1 for _ in self.of(Assign))} plain tensors")
         lines += [f"  Skip {step.name}: {step.reason}" for step in self.of(Skip)]
@@ -117,10 +119,11 @@ def build_plan(
     strict: bool = True,
 ) -> Plan:
     """Match a manifest against a model. Nothing is raised for content: see `Plan.problems`."""
-    return _Planner(model, manifest, _patterns(include), _patterns(exclude), rename, strict).build()
+    return _Planner(model, manifest, patterns(include), patterns(exclude), rename, strict).build()
 
 
-def _patterns(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+def patterns(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """include or exclude as a tuple of patterns; one pattern may be given alone."""
     return value if value is None else (value,) if isinstance(value, str) else tuple(value)
 
 
@@ -163,9 +166,7 @@ class _Planner:
         self._tied()
         self._missing()
         self._meta()
-        return Plan(
-            self.manifest, tuple(self.steps), tuple(self.problems), tuple(self.notes), self.tree, self.hint
-        )
+        return Plan(self.manifest, tuple(self.steps), tuple(self.problems), tuple(self.notes), self.tree, self.hint)
 
     # --- names ---
     def _needs(self) -> Mapping[str, tuple[int, ...]]:
@@ -208,7 +209,9 @@ class _Planner:
         if not selected(module, self.include, self.exclude):
             self.steps.append(Dequantize(slot, spec, "left out by include/exclude"))
             return
-        layer, reason = replacement(slot.owner) if slot.leaf == "weight" else (None, f"{slot.leaf} is no layer's weight")
+        layer, reason = (
+            replacement(slot.owner) if slot.leaf == "weight" else (None, f"{slot.leaf} is no layer's weight")
+        )
         if layer is None:
             self.steps.append(Parametrize(slot, replace(spec, scheme=weight_only(spec.scheme)), reason))
             if not spec.scheme.weight_only:
@@ -246,7 +249,7 @@ class _Planner:
                 if slot is not None and not ref.is_fp8 and tuple(slot.tensor.shape) == ref.shape:
                     self._plain(name, ref)
                 elif unclaimed and (self.strict or ref.is_fp8):
-                    self.problems.append(Problem("unclaimed", f"{name} in {ref.file}", reason))
+                    self.problems.append(Problem("unclaimed", name, reason, ref.file))
                     if slot is not None:
                         self.filled.setdefault(id(slot), name)
                 else:
@@ -288,7 +291,7 @@ class _Planner:
     def _unexpected(self, name: str) -> None:
         ref = self.manifest.checkpoint.tensors[name]
         if self.strict:
-            self.problems.append(Problem("unexpected", f"{name} in {ref.file}"))
+            self.problems.append(Problem("unexpected", name, file=ref.file))
             if not self.hint:
                 close = difflib.get_close_matches(self.prefix(self.rename(name)), self.tree.slots, 1)
                 self.hint = f"Closest name in the model to {name}: {close[0]}" if close else ""
@@ -298,7 +301,7 @@ class _Planner:
     def _mismatched(self, ref: TensorRef, slot: Slot) -> None:
         kind = str(slot.tensor.dtype).removeprefix("torch.")
         detail = f"{ref.dtype} {list(ref.shape)}, but {slot.name} of the model is {kind} {list(slot.tensor.shape)}"
-        self.problems.append(Problem("mismatched", f"{ref.name} in {ref.file}", detail))
+        self.problems.append(Problem("mismatched", ref.name, detail, ref.file))
 
     def _missing(self) -> None:
         # a tensor that the file has but that can't be used has a problem of its own already
@@ -318,7 +321,9 @@ class _Planner:
     def _meta(self) -> None:
         for name, (owner, _) in self.tree.meta_buffers.items():
             if not callable(getattr(owner, "init_non_persistent_buffers", None)):
-                detail = "a non-persistent buffer, which no checkpoint holds; build the model on a real device, or give "
+                detail = (
+                    "a non-persistent buffer, which no checkpoint holds; build the model on a real device, or give "
+                )
                 detail += f"{type(owner).__name__} a method init_non_persistent_buffers()"
                 self.problems.append(Problem("meta", name, detail))
 

@@ -12,6 +12,7 @@ from anyfp8.folding import fold
 from anyfp8.layers import DecodedParameter, FP8Layer
 from anyfp8.manifest import group_by_reason
 from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace, Skip
+from anyfp8.replace import strip_wrappers
 from anyfp8.scheme import QuantizationScheme
 
 _ATTRIBUTE = "_anyfp8_load"
@@ -68,31 +69,65 @@ class LoadReport:
         groups: dict[str, list[str]] = {}
         for name, layer in self.layers.items():
             why = "".join(f"; not {b}: {reason}" for b, reason in layer.refusals.items())
-            groups.setdefault(f"{layer.scheme} → {layer.backend}{why}{layer.note and '; ' + layer.note}", []).append(name)
+            groups.setdefault(f"{layer.scheme} → {layer.backend}{why}{layer.note and '; ' + layer.note}", []).append(
+                name
+            )
         lines += [f"  {', '.join(fold(names))}: {text}" for text, names in groups.items()]
-        for title, table in (("decoded to float", self.dequantized), ("skipped", self.skipped), ("ignored", self.ignored_files)):
+        for title, table in (
+            ("decoded to float", self.dequantized),
+            ("skipped", self.skipped),
+            ("ignored", self.ignored_files),
+        ):
             lines += [f"  {title}: {', '.join(fold(n))} ({why})" for why, n in group_by_reason(table).items()]
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 
-def attach_report(model: nn.Module, plan: Plan) -> None:
-    """Keep what the plan knows on the model, for `report`."""
-    notes = {s.slot.name: s.reason for kind in (Replace, Parametrize) for s in plan.of(kind) if s.reason}
+def attach_report(
+    model: nn.Module,
+    *,
+    source: str,
+    dialect: str,
+    evidence: str,
+    dequantized: dict[str, str] | None = None,
+    skipped: dict[str, str] | None = None,
+    ignored_files: dict[str, str] | None = None,
+    assigned: int = 0,
+    notes: tuple[str, ...] = (),
+    layer_notes: dict[str, str] | None = None,
+) -> None:
+    """Keep on the model what `report` will say besides the layers themselves."""
     kept = {
-        "source": plan.manifest.checkpoint.name,
-        "dialect": plan.manifest.dialect,
-        "evidence": plan.manifest.evidence,
-        "dequantized": {s.slot.name: s.reason for s in plan.of(Dequantize)},
-        "skipped": {s.name: s.reason for s in plan.of(Skip)},
-        "ignored_files": dict(plan.manifest.checkpoint.ignored),
-        "assigned": sum(1 for _ in plan.of(Assign)),
-        "notes": plan.notes,
+        "source": source,
+        "dialect": dialect,
+        "evidence": evidence,
+        "dequantized": dequantized or {},
+        "skipped": skipped or {},
+        "ignored_files": ignored_files or {},
+        "assigned": assigned,
+        "notes": notes,
     }
-    model.__dict__[_ATTRIBUTE] = (kept, notes)
+    model.__dict__[_ATTRIBUTE] = (kept, layer_notes or {})
+
+
+def attach_plan(model: nn.Module, plan: Plan) -> None:
+    """`attach_report` for what a load did."""
+    checkpoint = plan.manifest.checkpoint
+    attach_report(
+        model,
+        source=checkpoint.name,
+        dialect=plan.manifest.dialect,
+        evidence=plan.manifest.evidence,
+        dequantized={s.slot.name: s.reason for s in plan.of(Dequantize)},
+        skipped={s.name: s.reason for s in plan.of(Skip)},
+        ignored_files=dict(checkpoint.ignored),
+        assigned=sum(1 for _ in plan.of(Assign)),
+        notes=plan.notes,
+        layer_notes={s.slot.name: s.reason for kind in (Replace, Parametrize) for s in plan.of(kind) if s.reason},
+    )
 
 
 def report(model: nn.Module) -> LoadReport:
-    """What the last `load` did to this model; raises AnyFP8Error if none did."""
+    """What the last `load` or `quantize` did to this model; raises AnyFP8Error if none did."""
     if _ATTRIBUTE not in model.__dict__:
         raise AnyFP8Error(f"this {type(model).__name__} was not loaded by anyfp8.load (or is only a part of what was)")
     kept, notes = model.__dict__[_ATTRIBUTE]
@@ -101,8 +136,6 @@ def report(model: nn.Module) -> LoadReport:
 
 def layer_reports(model: nn.Module, notes: dict[str, str] | None = None) -> dict[str, LayerReport]:
     """The FP8 layers of a model as they are now."""
-    from anyfp8.replace import strip_wrappers
-
     notes = notes or {}
     found: dict[str, LayerReport] = {}
     for path, module in model.named_modules():

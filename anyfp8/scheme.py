@@ -207,6 +207,7 @@ _CT_ARGS_KEYS = (
     *("scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
 )
 
+
 def _tile(name: str, value: Any) -> Tile:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
         raise SchemeError(f"{name} is {value!r}; valid: a list of sizes, -1 for a whole axis")

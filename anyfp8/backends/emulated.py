@@ -109,4 +109,3 @@ def _quantized(layer: Layer, x: Tensor, op: Op, spatial: int, act_dtype: str) ->
     else:
         y = op(rounded * spread, layer.decoded(torch.float32), None)
     return y if layer.bias is None else y + layer.bias.float().reshape(-1, *[1] * spatial)
-

@@ -115,9 +115,7 @@ def _scaled_mm(a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None
     return (y if bias is None else y + bias.float()).to(dtype)
 
 
-def _call(
-    a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, recipe: str, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def _call(a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, recipe: str, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     kind: Any = getattr(F.ScalingType, recipe)
     out: Tensor = torch.nn.functional.scaled_mm(a, b, sa, kind, sb, kind, bias=bias, output_dtype=dtype)
     return out

@@ -41,23 +41,25 @@ def read(checkpoint: Checkpoint, evidence: str) -> Manifest:
         try:
             scheme = QuantizationScheme.from_dict(entry)
         except SchemeError as error:
-            builder.problem("contradiction", module, str(error))
+            builder.refuse(module, "contradiction", str(error))
             continue
         weight = stored.get(module)
         if weight is not None and set(scheme.tile) != {-1} and len(scheme.tile) != len(weight.shape):
             detail = f"tile {list(scheme.tile)} for a weight of shape {list(weight.shape)}"
-            builder.problem("contradiction", module, detail)
+            builder.refuse(module, "contradiction", detail)
             continue
         builder.layer(module, scheme, why_static=f"{FILE} says that the input is static")
         scale = checkpoint.tensors.get(f"{module}.weight_scale" if module else "weight_scale")
         if scale is not None and dtype_name(scale.torch_dtype) != scheme.scale_dtype:
             detail = f"is {dtype_name(scale.torch_dtype)}, {FILE} says {scheme.scale_dtype}"
-            builder.problem("contradiction", str(scale), detail)
+            builder.problem("contradiction", scale, detail)
         if module in config["ignore"]:
             builder.problem("contradiction", module, "listed in layer_config and in ignore")
     for module, ref in stored.items():
         if module not in config["layer_config"]:
-            builder.problem("contradiction", str(ref), f"is {ref.dtype}, but {FILE} has no layer_config entry for it")
+            builder.refuse(
+                module, "contradiction", f"{ref} is {ref.dtype}, but {FILE} has no layer_config entry for it"
+            )
     return builder.build()
 
 
@@ -65,7 +67,9 @@ def _check(config: Any, where: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise DialectError(f"{where} is missing")
     if unknown := sorted(set(config) - _KEYS):
-        raise DialectError(f"{where} has unknown field {', '.join(map(repr, unknown))}; valid: {', '.join(sorted(_KEYS))}")
+        raise DialectError(
+            f"{where} has unknown field {', '.join(map(repr, unknown))}; valid: {', '.join(sorted(_KEYS))}"
+        )
     if config.get("format") != "anyfp8" or config.get("version") != 1:
         raise DialectError(
             f"{where} has format {config.get('format')!r} version {config.get('version')!r}; "

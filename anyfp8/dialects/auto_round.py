@@ -53,7 +53,7 @@ def read(checkpoint: Checkpoint, evidence: str) -> Manifest:
         try:
             scheme = QuantizationScheme.from_auto_round(own)
         except SchemeError as error:
-            builder.problem("unsupported", module, str(error))
+            builder.refuse(module, "unsupported", str(error))
             continue
         builder.layer(module, scheme, why_static=f"{where} says act_dynamic false")
     if disagree:

@@ -40,13 +40,13 @@ def read(checkpoint: Checkpoint, evidence: str) -> Manifest:
             disagree.append(module)
         group = _group_of(module, groups)
         if group is None:
-            detail = f"is {ref.dtype}, but no config group targets it, so its granularity is unknown"
-            builder.problem("contradiction", str(ref), detail)
+            detail = f"{ref} is {ref.dtype}, but no config group targets it, so its granularity is unknown"
+            builder.refuse(module, "contradiction", detail)
             continue
         try:
             scheme = QuantizationScheme.from_compressed_tensors(groups[group])
         except SchemeError as error:
-            builder.problem("unsupported", module, f"config group {group!r}: {error}")
+            builder.refuse(module, "unsupported", f"config group {group!r}: {error}")
             continue
         builder.layer(module, scheme, why_static=f"config group {group!r} says that the input is static")
     if disagree:

@@ -17,7 +17,16 @@ from anyfp8.scheme import QuantizationScheme
 L = TypeVar("L", bound="FP8Layer")
 
 #: what of a module's __dict__ is its own and not taken over by its twin
-_OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "scheme", "compute_dtype", "backend", "refusals")
+_OWN = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "scheme",
+    "compute_dtype",
+    "backend",
+    "refusals",
+)
 
 
 class FP8Layer(FP8Storage):
@@ -61,9 +70,7 @@ class FP8Layer(FP8Storage):
         return self
 
     @classmethod
-    def from_float(
-        cls: type[L], module: nn.Module, scheme: QuantizationScheme, input_scale: Tensor | None = None
-    ) -> L:
+    def from_float(cls: type[L], module: nn.Module, scheme: QuantizationScheme, input_scale: Tensor | None = None) -> L:
         """Quantize a float layer's weight with one scale per tile; `input_scale` (float32) is needed if static."""
         weight = module.get_parameter("weight")
         scheme = scheme.for_rank(weight.dim())

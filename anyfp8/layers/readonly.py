@@ -59,4 +59,3 @@ def _shares_memory(out: Tensor, args: Sequence[Any]) -> bool:
 def read_only(weight: Tensor) -> Tensor:
     """Mark a freshly decoded weight as read-only; inside a compiled graph there is nobody to protect, so not there."""
     return weight if torch.compiler.is_compiling() else weight.as_subclass(DecodedWeight)
-

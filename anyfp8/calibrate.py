@@ -1,0 +1,110 @@
+"""Observes the inputs of layers: absmax, or a percentile of the magnitudes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anyfp8.errors import CalibrationError
+from anyfp8.folding import fold
+
+Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+Calibration = Iterable[Batch] | Callable[[nn.Module], Any]
+
+
+class Observer:
+    """The largest magnitude of a layer's input over all calls; NaN or inf once it saw one.
+
+    percentile: of the magnitudes within a call, 100 for the maximum; the largest over all calls is kept.
+    """
+
+    def __init__(self, percentile: float) -> None:
+        self.percentile = percentile
+        self.amax: Tensor | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward pre-hook (with kwargs)."""
+        x = args[0] if args else kwargs["input"]
+        if not x.numel():
+            return
+        magnitude = x.detach().abs().flatten().float()
+        if self.percentile < 100 and bool(magnitude.isfinite().all()):
+            rank = max(1, round(magnitude.numel() * self.percentile / 100))
+            amax = magnitude.kthvalue(rank).values
+        else:
+            amax = magnitude.amax()
+        self.amax = amax if self.amax is None else torch.maximum(self.amax, amax.to(self.amax.device))
+
+
+def observe(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    calibration: Calibration | None,
+    *,
+    percentile: float = 100.0,
+    progress: bool | None = None,
+) -> dict[str, float]:
+    """Layer name → largest magnitude of its input, over a calibration run in eval mode without gradients.
+
+    calibration: batches (a tensor is passed as model(x), a tuple or list as model(*x), a dict as model(**x)), or a
+    callable that gets the model. Raises CalibrationError, naming the layers, where an input was never seen or isn't
+    finite.
+    """
+    if calibration is None:
+        raise CalibrationError("a static scheme needs calibration=: batches, or a callable that runs the model")
+    if not 0 < percentile <= 100:
+        raise CalibrationError(f"percentile is {percentile}; valid: more than 0, at most 100")
+    if isinstance(calibration, (Tensor, Mapping)):
+        calibration = [calibration]
+    observers = {name: Observer(percentile) for name in layers}
+    handles = [layers[n].register_forward_pre_hook(observers[n], with_kwargs=True) for n in layers]
+    try:
+        with _evaluating(model), torch.no_grad():
+            if callable(calibration):
+                calibration(model)
+            else:
+                _run(model, calibration, progress)
+    finally:
+        for handle in handles:
+            handle.remove()
+    seen = {name: None if o.amax is None else float(o.amax) for name, o in observers.items()}
+    if never := [name for name, amax in seen.items() if amax is None]:
+        raise CalibrationError(
+            f"calibration never called {', '.join(fold(never))} (or its parent reads the weight without calling it); "
+            "calibrate with inputs that reach it, or leave it out with exclude="
+        )
+    amax = {name: value for name, value in seen.items() if value is not None}
+    if bad := [name for name, value in amax.items() if not value < float("inf")]:
+        raise CalibrationError(f"the input of {', '.join(fold(bad))} held NaN or infinite values")
+    return amax
+
+
+def _run(model: nn.Module, batches: Iterable[Batch], progress: bool | None) -> None:
+    from tqdm.auto import tqdm
+
+    count = 0
+    for batch in tqdm(batches, desc="Calibrating", disable=None if progress is None else not progress, leave=False):
+        count += 1
+        if isinstance(batch, Mapping):
+            model(**batch)
+        elif isinstance(batch, (tuple, list)):
+            model(*batch)
+        else:
+            model(batch)
+    if not count:
+        raise CalibrationError("calibration holds no batches")
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = [m for m in model.modules() if m.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
