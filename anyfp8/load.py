@@ -106,8 +106,8 @@ def load(
     Raises AnyFP8Error (LoadError lists every problem at once); the model is then as it was, bit for bit.
 
     >>> import torch, anyfp8
-    >>> model = anyfp8.load(torch.nn.Sequential(torch.nn.Linear(2, 1)), {"0.weight": torch.ones(1, 2), "0.bias": torch.zeros(1)})
-    >>> model(torch.ones(2)).item()
+    >>> tensors = {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}  # no FP8 in it: a strict plain load
+    >>> anyfp8.load(torch.nn.Linear(2, 1), tensors)(torch.ones(2)).item()
     2.0
     """
     made = plan(
@@ -223,7 +223,8 @@ def _assign(
         new = nn.Parameter(new, requires_grad=old.requires_grad)
     for slot in slots:
         owner = owners.get(id(slot.owner), slot.owner)
-        (owner._buffers if slot.is_buffer else owner._parameters)[slot.leaf] = new
+        places: dict[str, Any] = owner._buffers if slot.is_buffer else owner._parameters
+        places[slot.leaf] = new
 
 
 @contextmanager

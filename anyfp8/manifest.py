@@ -179,6 +179,11 @@ class Manifest:
             f"{len(self.plain)} plain tensors, {size['plain'] / 1e6:.1f} MB"
         )
         lines += [f"  {scheme}: {', '.join(names)}" for scheme, names in by_scheme(self.layer_config).items()]
+        scales: dict[str, int] = {}
+        for ref in (ref for spec in self.layers.values() for ref in spec.refs[1:]):
+            kind = f"{ref.name.rpartition('.')[2]} {ref.dtype}"
+            scales[kind] = scales.get(kind, 0) + 1
+        lines += [f"  scales: {', '.join(f'{count} {kind}' for kind, count in scales.items())}"] * bool(scales)
         for title, table in (
             ("not used", self.exceptions),
             ("unclaimed", self.unclaimed),

@@ -1,8 +1,8 @@
 """FP8 arithmetic: saturating quantization, exact decoding, and scale grids described by a `tile`.
 
-Formats are those of "FP8 Formats for Deep Learning" (Micikevicius et al., arXiv:2209.05433; `fn` = finite, no infinity)
-and, for the `fnuz` variants (no negative zero, one NaN), "8-bit Numerical Formats for Deep Neural Networks" (Noune et al.,
-arXiv:2206.02915). A code is one byte; `real = code value × scale`, and the scale is dimensionless.
+Formats are those of "FP8 Formats for Deep Learning" (Micikevicius et al., arXiv:2209.05433; `fn` = finite, no
+infinity) and, for the `fnuz` variants (no negative zero, one NaN), "8-bit Numerical Formats for Deep Neural Networks"
+(Noune et al., arXiv:2206.02915). A code is one byte; `real = code value × scale`, and the scale is dimensionless.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def _is_nan(codes: Tensor, spec: Format) -> Tensor:
 def count_nan(codes: Tensor, format: str, chunk: int = 1 << 22) -> int:
     """How many codes (uint8, any shape) are NaN; reads `chunk` bytes at a time, so a mapped file isn't copied."""
     spec = FORMATS[format]
-    return sum(int(_is_nan(part, spec).sum()) for part in codes.reshape(-1).split(chunk))
+    flat = codes.reshape(-1)
+    return sum(int(_is_nan(flat[i : i + chunk], spec).sum()) for i in range(0, flat.numel(), chunk))
 
 
 def grid_shape(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:
@@ -150,7 +151,7 @@ def tile_amax(x: Tensor, tile: Sequence[int]) -> Tensor:
             if n % t:
                 pad = [0, 0] * (x.dim() - axis - 1) + [0, t - n % t]
                 x = torch.nn.functional.pad(x, pad)
-            x = x.unflatten(axis, (-1, t)).amax(axis + 1)
+            x = x.reshape(*x.shape[:axis], -1, t, *x.shape[axis + 1 :]).amax(axis + 1)
     return x.reshape(grid).float()
 
 
@@ -171,7 +172,7 @@ def quantize_tiled(x: Tensor, format: str, tile: Sequence[int]) -> tuple[Tensor,
 def dynamic_scale(x: Tensor, format: str, act_tile: Sequence[int]) -> Tensor:
     """Scale of an input of any rank, computed from its values: amax / max(format), with amax at least `AMAX_FLOOR`.
 
-    act_tile (−1, −1): one scale, shape (1,) * rank. (1, −1): per token, shape (..., 1). (1, g): per group, (..., K / g).
+    act_tile (−1, −1): one scale, shape (1,) * rank. (1, −1): per token, (..., 1). (1, g): per group, (..., ⌈K / g⌉).
     """
     rank = max(x.dim(), 1)
     tile = (-1,) * rank if act_tile[0] == -1 else (1,) * (rank - 1) + (act_tile[1],)

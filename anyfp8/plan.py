@@ -241,7 +241,7 @@ class _Planner:
             self.steps.append(Assign((slot,), ref))
 
     def _leftovers(self) -> None:
-        """Exceptions and unclaimed tensors; one that the model itself has under that name is a plain tensor after all."""
+        """Exceptions and unclaimed tensors; one that the model has under that name is a plain tensor after all."""
         for table, unclaimed in ((self.manifest.exceptions, False), (self.manifest.unclaimed, True)):
             for name, reason in table.items():
                 ref = self.manifest.checkpoint.tensors[name]

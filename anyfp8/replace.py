@@ -121,4 +121,4 @@ def swap(tree: ModuleTree, old: nn.Module, new: nn.Module) -> None:
     for parent, name in tree.parents.get(id(old), []):
         parent._modules[name] = new
         if name == "_orig_mod" and hasattr(parent, "_initialize"):
-            parent._initialize()  # torch.compile's wrapper has bound the old module's forward
+            parent._initialize()  # type: ignore[operator]  # torch.compile's wrapper has bound the old module's forward

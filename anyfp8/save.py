@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from anyfp8.dialects import anyfp8_json
 from anyfp8.errors import AnyFP8Error
 from anyfp8.layers import LAYERS, DecodedParameter, FP8Layer
 from anyfp8.layers.storage import FP8Storage
@@ -36,6 +35,7 @@ def save(model: nn.Module, path: str | Path, *, format: str = "anyfp8", max_shar
     from safetensors.torch import save_file
 
     from anyfp8 import __version__
+    from anyfp8.dialects import anyfp8_json
 
     if format != "anyfp8":
         raise AnyFP8Error(f"unknown format {format!r}; valid: anyfp8")
@@ -77,7 +77,7 @@ def collect(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Quantization
     for group in tree.tied():
         slot = group[0]
         inside = slot.name.split(".")
-        if isinstance(slot.owner, FP8Storage) and slot.leaf != "bias" or "parametrizations" in inside:
+        if (isinstance(slot.owner, FP8Storage) and slot.leaf != "bias") or "parametrizations" in inside:
             if "parametrizations" in inside and not _decodes(tree, slot.name):
                 tensors[slot.name] = slot.tensor.detach()
             continue

@@ -113,7 +113,10 @@ class QuantizationScheme(Mapping[str, Any]):
         fields copy the weight's.
         """
         _known_keys("auto-round scheme", values, _AUTO_ROUND_KEYS)
-        get = lambda key, default: default if values.get(key) is None else values[key]  # noqa: E731
+
+        def get(key: str, default: Any) -> Any:
+            return default if values.get(key) is None else values[key]
+
         for prefix, bits in (("", get("bits", 4)), ("act_", get("act_bits", 16))):
             kind = get(prefix + "data_type", get("data_type", "int"))
             if not (prefix and bits >= 16):
@@ -140,7 +143,7 @@ class QuantizationScheme(Mapping[str, Any]):
         if group.get("output_activations"):
             raise SchemeError("output_activations are not supported")
         weights = _ct_args("weights", group["weights"])
-        tile = {"tensor": (-1, -1), "channel": (1, -1)}.get(weights["strategy"])
+        tile: Tile | None = {"tensor": (-1, -1), "channel": (1, -1)}.get(weights["strategy"])
         if weights["strategy"] == "group":
             tile = (1, weights["group_size"])
         elif weights["strategy"] == "block":

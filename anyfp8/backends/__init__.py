@@ -12,7 +12,10 @@ from anyfp8.backends.native import Native
 from anyfp8.errors import BackendError
 from anyfp8.scheme import QuantizationScheme
 
-_REGISTRY: dict[str, Backend] = {b.name: b for b in (Native(), Emulated(), Dequantized(), TorchFp8Static())}
+__all__ = ["BACKENDS", "Backend", "DeviceInfo", "check_name", "register_backend", "select"]
+
+_BUILT_IN: tuple[Backend, ...] = (Native(), Emulated(), Dequantized(), TorchFp8Static())
+_REGISTRY: dict[str, Backend] = {b.name: b for b in _BUILT_IN}
 _AUTO: list[str] = ["native", "emulated"]
 #: name → backend
 BACKENDS: Mapping[str, Backend] = MappingProxyType(_REGISTRY)

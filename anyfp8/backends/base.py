@@ -20,7 +20,10 @@ class Layer(Protocol):
     weight_codes: Tensor
     weight_scale: Tensor
     input_scale: Tensor | None
-    bias: Tensor | None
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Any float dtype, shape [out]."""
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """The weight as real values."""
@@ -29,7 +32,9 @@ class Layer(Protocol):
 class Backend(Protocol):
     """One way to compute FP8 layers. Stateless, chosen before the forward, never inside it."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What users call it."""
 
     def check(self, scheme: QuantizationScheme, shape: Sequence[int], device: DeviceInfo) -> str | None:
         """Why this backend can't compute a layer with this scheme and weight shape on this device; None if it can."""

@@ -1,4 +1,4 @@
-"""`DeviceInfo`: what a backend needs to know of a device, as a plain value, so that any machine can be reasoned about."""
+"""`DeviceInfo`: what a backend needs to know of a device, as a plain value: any machine can be reasoned about."""
 
 from __future__ import annotations
 

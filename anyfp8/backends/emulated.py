@@ -8,7 +8,6 @@ to the input's dtype and are otherwise ordinary layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,11 +21,10 @@ from anyfp8.scheme import QuantizationScheme
 Op = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-@dataclass(frozen=True)
 class Emulated:
     """Runs every scheme on every device."""
 
-    name: str = "emulated"
+    name = "emulated"
 
     def check(self, scheme: QuantizationScheme, shape: Sequence[int], device: DeviceInfo) -> str | None:
         """Accepts everything."""
@@ -45,11 +43,10 @@ class Emulated:
         return _without_autocast(layer, x, layer._conv_forward, layer.weight_codes.dim() - 2)  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True)
 class TorchFp8Static(Emulated):
     """auto-round's name for the static W8A8 emulation; accepts only what auto-round's own backend of that name does."""
 
-    name: str = "auto_round:torch_fp8_static"
+    name = "auto_round:torch_fp8_static"
 
     def check(self, scheme: QuantizationScheme, shape: Sequence[int], device: DeviceInfo) -> str | None:
         """Accepts e4m3fn weights with a static e4m3fn input."""
@@ -60,11 +57,10 @@ class TorchFp8Static(Emulated):
         return None
 
 
-@dataclass(frozen=True)
 class Dequantized(Emulated):
     """Another contract, only on request: the weight is decoded at each call, the input is left as it is."""
 
-    name: str = "dequantized"
+    name = "dequantized"
 
     def avoid(self, device: DeviceInfo) -> str | None:
         """Never chosen by auto: it ignores the input's quantization."""

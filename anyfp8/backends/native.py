@@ -8,7 +8,6 @@ e5m2 × e5m2 doesn't exist. A CPU accepts more, so the tests use a stand-in that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,11 +23,10 @@ _OCP = ("float8_e4m3fn", "float8_e5m2")
 _FNUZ = ("float8_e4m3fnuz", "float8_e5m2fnuz")
 
 
-@dataclass(frozen=True)
 class Native:
     """FP8 × FP8 on tensor cores: linear layers with per-tensor or per-row scales."""
 
-    name: str = "native"
+    name = "native"
 
     def check(self, scheme: QuantizationScheme, shape: Sequence[int], device: DeviceInfo) -> str | None:
         """Accepts W8A8 linear layers, per tensor or channel × per tensor or token, where the device has the formats."""

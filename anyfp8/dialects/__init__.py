@@ -1,13 +1,11 @@
-"""The dialects: one file each, tried in the order of `DIALECTS` below."""
+"""The dialects: one file each, tried in the order of `NAMES`, imported when a checkpoint is first read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Protocol
+from importlib import import_module
+from typing import Protocol, cast
 
 from anyfp8.checkpoint import Checkpoint
-from anyfp8.dialects import anyfp8_json, auto_round, compressed_tensors, plain
 from anyfp8.errors import DialectError
 from anyfp8.manifest import Manifest
 
@@ -22,13 +20,25 @@ class Dialect(Protocol):
         """The complete reading; raises DialectError if the config itself can't be understood."""
 
 
-_REGISTRY: dict[str, Dialect] = {
-    "anyfp8": anyfp8_json,
-    "compressed-tensors": compressed_tensors,
-    "auto-round": auto_round,
+#: name → the dialect, or the module of this package that is it; in order of precedence
+_REGISTRY: dict[str, Dialect | str] = {
+    "anyfp8": "anyfp8_json",
+    "compressed-tensors": "compressed_tensors",
+    "auto-round": "auto_round",
 }
-#: name → dialect, in order of precedence
-DIALECTS: Mapping[str, Dialect] = MappingProxyType(_REGISTRY)
+
+
+def names() -> list[str]:
+    """All dialects, in order of precedence."""
+    return list(_REGISTRY)
+
+
+def get(name: str) -> Dialect:
+    """The dialect of that name; raises DialectError if there is none."""
+    if name not in _REGISTRY:
+        raise DialectError(f"unknown dialect {name!r}; known: {', '.join(_REGISTRY)}")
+    entry = _REGISTRY[name]
+    return cast(Dialect, import_module(f"{__name__}.{entry}")) if isinstance(entry, str) else entry
 
 
 def register_dialect(name: str, dialect: Dialect) -> None:
@@ -44,15 +54,15 @@ def read(checkpoint: Checkpoint, dialect: str | None = None) -> Manifest:
     Raises DialectError, with the evidence that each found, if none or more than one does.
     """
     if dialect is not None:
-        if dialect not in DIALECTS:
-            raise DialectError(f"unknown dialect {dialect!r}; known: {', '.join(DIALECTS)}")
-        chosen = DIALECTS[dialect]
+        chosen = get(dialect)
         return chosen.read(checkpoint, chosen.match(checkpoint) or "named by the caller")
-    found = {name: evidence for name, d in DIALECTS.items() if (evidence := d.match(checkpoint))}
+    found = {name: evidence for name in names() if (evidence := get(name).match(checkpoint))}
     if len(found) > 1:
         claims = "; ".join(f"{name}: {evidence}" for name, evidence in found.items())
         raise DialectError(f"{checkpoint.name} is claimed by {len(found)} dialects ({claims}). Pass dialect=...")
     if found:
         ((name, evidence),) = found.items()
-        return DIALECTS[name].read(checkpoint, evidence)
-    return plain.read(checkpoint, list(DIALECTS))
+        return get(name).read(checkpoint, evidence)
+    from anyfp8.dialects import plain
+
+    return plain.read(checkpoint, names())

@@ -15,7 +15,8 @@ def read(checkpoint: Checkpoint, known: list[str]) -> Manifest:
     method = config.get("quant_method")
     if method is not None:
         raise DialectError(
-            f"{checkpoint.name}: {where} says quant_method {method!r}, which no dialect reads; known: {', '.join(known)}"
+            f"{checkpoint.name}: {where} says quant_method {method!r}, which no dialect reads; "
+            f"known: {', '.join(known)}"
         )
     if fp8 := [name for name, ref in checkpoint.tensors.items() if ref.is_fp8]:
         names = fold(fp8)

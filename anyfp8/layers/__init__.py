@@ -15,8 +15,17 @@ from anyfp8.layers.mixin import FP8Layer
 from anyfp8.layers.parametrized import DecodedParameter, parametrize_codes
 
 __all__ = [
-    *("DecodedParameter", "FP8Conv1d", "FP8Conv2d", "FP8Conv3d", "FP8Embedding", "FP8Layer", "FP8Linear"),
-    *("LAYERS", "parametrize_codes", "register_layer", "replacement"),
+    "LAYERS",
+    "DecodedParameter",
+    "FP8Conv1d",
+    "FP8Conv2d",
+    "FP8Conv3d",
+    "FP8Embedding",
+    "FP8Layer",
+    "FP8Linear",
+    "parametrize_codes",
+    "register_layer",
+    "replacement",
 ]
 
 _REGISTRY: dict[type[nn.Module], type[FP8Layer]] = {

@@ -1,8 +1,8 @@
-"""`FP8Layer`: what all FP8 layers share. Each is a subclass of the float layer it replaces, in a small file of its own."""
+"""`FP8Layer`: what all FP8 layers share. Each subclasses the float layer it replaces, in a small file of its own."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ class FP8Layer(FP8Storage):
     def to_float(self, dtype: torch.dtype | None = None) -> nn.Module:
         """The ordinary layer with the decoded weight (default: in the compute dtype); shares bias and hooks."""
         plain_type = next(t for t in type(self).__mro__ if not issubclass(t, FP8Storage))
-        plain: nn.Module = plain_type.__new__(plain_type)
+        plain = cast(nn.Module, plain_type.__new__(plain_type))
         nn.Module.__init__(plain)
         plain.__dict__.update({k: v for k, v in self.__dict__.items() if k not in _OWN})
         plain.register_parameter("weight", nn.Parameter(self.decoded(dtype or self.compute_dtype)))

@@ -44,7 +44,7 @@ class FP8Storage(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         buffers = {name: self._buffers.pop(name) for name in ("weight_codes", "weight_scale", "input_scale")}
         try:
-            super()._apply(fn, recurse)
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
             # fn sees bytes, which casts to a float dtype leave alone; should it convert them all the same (a bare
             # `lambda t: t.half()`), only the move to another device is taken over
