@@ -15,7 +15,7 @@ from anyfp8 import dialects
 from anyfp8.backends import check_name
 from anyfp8.checkpoint import Checkpoint
 from anyfp8.errors import BackendError, LoadError, Problem
-from anyfp8.layers import FP8Layer, parametrize_codes
+from anyfp8.layers import FP8Layer, parametrize_codes, unparametrize
 from anyfp8.manifest import LayerSpec, Manifest
 from anyfp8.naming import Rename
 from anyfp8.numerics import dequantize
@@ -140,20 +140,19 @@ def _apply(
         root = layer if step.slot.owner is root else root
     owners: dict[int, nn.Module] = {id(step.slot.owner): layer for step, layer in new_layers}
     with torch.no_grad(), _bar(plan, progress) as advance:
-        for step, _ in new_layers:
+        advance(sum(step.spec.nbytes for step, _ in new_layers))
+        for step in plan.of(Assign):
+            root = _assign(tree, root, step.slots, owners, step.ref.read(), dtype, device)
+            advance(step.ref.nbytes)
+        for step in plan.of(Dequantize):
+            value = _decoded(step.spec, dtype or _dtype_of(step.slot))
+            root = _assign(tree, root, (step.slot,), owners, value, dtype, device)
             advance(step.spec.nbytes)
-        for assign in plan.of(Assign):
-            _assign(assign.slots, owners, assign.ref.read(), dtype, device)
-            advance(assign.ref.nbytes)
-        for decode in plan.of(Dequantize):
-            slot: Slot = decode.slot
-            _assign((slot,), owners, _decoded(decode.spec, dtype or slot.tensor.dtype), dtype, device)
-            advance(decode.spec.nbytes)
-        for parametrize in plan.of(Parametrize):
-            spec, slot = parametrize.spec, parametrize.slot
+        for step in plan.of(Parametrize):
+            spec, slot = step.spec, step.slot
             where = _target(slot, device)
             codes, scale = spec.read_codes().to(where), spec.read_weight_scale().to(where)
-            parametrize_codes(slot.owner, slot.leaf, spec.scheme, codes, scale, dtype or slot.tensor.dtype)
+            parametrize_codes(slot.owner, slot.leaf, spec.scheme, codes, scale, dtype or _dtype_of(slot))
             advance(spec.nbytes)
     if device is not None:
         root.to(device)  # what the checkpoint doesn't hold: non-persistent buffers
@@ -200,31 +199,56 @@ def _decoded(spec: LayerSpec, dtype: torch.dtype) -> Tensor:
     return dequantize(spec.read_codes(), spec.read_weight_scale(), spec.scheme.weight_dtype, spec.scheme.tile, dtype)
 
 
+def _dtype_of(slot: Slot) -> torch.dtype:
+    return slot.tensor.dtype if slot.fp8 is None else slot.fp8.compute_dtype
+
+
 def _assign(
-    slots: Iterable[Slot],
-    owners: Mapping[int, nn.Module],
+    tree: ModuleTree,
+    root: nn.Module,
+    slots: tuple[Slot, ...],
+    owners: dict[int, nn.Module],
     value: Tensor,
     dtype: torch.dtype | None,
     device: torch.device | None,
-) -> None:
-    """Put a tensor into its slots: a copy where the model has real memory, the tensor itself where it is on meta."""
-    first = next(iter(slots))
+) -> nn.Module:
+    """Put a tensor into its slots: a copy where the model has real memory, the tensor itself where it is on meta.
+
+    A slot that was FP8 so far gets its ordinary layer back. Returns the root, which may be that layer.
+    """
+    quantized = [slot for slot in slots if slot.fp8 is not None]
+    for slot in quantized:
+        root = _restore(tree, root, slot, owners, value.to(_target(slot, device), dtype or _dtype_of(slot), copy=True))
+    slots = tuple(slot for slot in slots if slot.fp8 is None)
+    if not slots:
+        return root
+    first = slots[0]
     old = first.tensor
     kind = dtype if dtype is not None and old.is_floating_point() else old.dtype
     where = _target(first, device)
     if not old.is_meta and (old.dtype, old.device) == (kind, where):
         old.copy_(value)
-        return
+        return root
     new = value.to(device=where, dtype=kind)
     if not old.is_meta and isinstance(old, nn.Parameter):
         old.data = new  # keeps the parameter's identity: ties, optimizers, hooks
-        return
+        return root
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, requires_grad=old.requires_grad)
     for slot in slots:
         owner = owners.get(id(slot.owner), slot.owner)
         places: dict[str, Any] = owner._buffers if slot.is_buffer else owner._parameters
         places[slot.leaf] = new
+    return root
+
+
+def _restore(tree: ModuleTree, root: nn.Module, slot: Slot, owners: dict[int, nn.Module], weight: Tensor) -> nn.Module:
+    if isinstance(slot.fp8, FP8Layer):
+        plain = owners[id(slot.owner)] = slot.fp8.to_float(weight)
+        swap(tree, slot.fp8, plain)
+        return plain if slot.fp8 is root else root
+    unparametrize(slot.owner, slot.leaf, weight)
+    return root
 
 
 @contextmanager

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from anyfp8.backends import check_name
 from anyfp8.errors import BackendError
-from anyfp8.layers import DecodedParameter, FP8Layer
+from anyfp8.layers import FP8Layer, unparametrize
 from anyfp8.replace import ModuleTree, swap
 
 
@@ -41,16 +40,15 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """
     tree = ModuleTree(model)
     root = model
-    for module in {id(m): m for m in tree.modules.values()}.values():
-        if isinstance(module, FP8Layer):
-            plain = module.to_float(dtype)
-            swap(tree, module, plain)
-            root = plain if module is root else root
-        elif parametrize.is_parametrized(module):
-            for name, chain in list(module.parametrizations.items()):  # type: ignore[union-attr, operator]
-                if any(isinstance(p, DecodedParameter) for p in chain):
-                    value = getattr(module, name).detach()
-                    parametrize.remove_parametrizations(module, name, leave_parametrized=False)
-                    setattr(module, name, nn.Parameter(value if dtype is None else value.to(dtype)))
+    for slot in tree.unique_slots():
+        if slot.fp8 is None:
+            continue
+        value = slot.fp8.decoded(dtype or slot.fp8.compute_dtype)
+        if isinstance(slot.fp8, FP8Layer):
+            plain = slot.fp8.to_float(value)
+            swap(tree, slot.fp8, plain)
+            root = plain if slot.fp8 is root else root
+        else:
+            unparametrize(slot.owner, slot.leaf, value)
     root.__dict__.pop("_anyfp8_load", None)
     return root

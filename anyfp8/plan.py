@@ -229,15 +229,10 @@ class _Planner:
         if slot is None:
             self._unexpected(name)
             return
-        if tuple(slot.tensor.shape) != ref.shape or slot.tensor.is_floating_point() != _is_float(ref, slot):
+        if tuple(slot.tensor.shape) != ref.shape or not _kinds_agree(ref, slot):
             self._mismatched(ref, slot)
             self.filled.setdefault(id(slot), name)
         elif self._take(slot, name):
-            if isinstance(slot.owner, FP8Layer) and slot.leaf == "weight":
-                self.problems.append(
-                    Problem("unsupported", name, "a float weight for a layer that is FP8: call anyfp8.dequantize first")
-                )
-                return
             self.steps.append(Assign((slot,), ref))
 
     def _leftovers(self) -> None:
@@ -341,10 +336,10 @@ def weight_only(scheme: QuantizationScheme) -> QuantizationScheme:
     return replace(scheme, act_dtype=None, act_dynamic=False, act_tile=(-1, -1))
 
 
-def _is_float(ref: TensorRef, slot: Slot) -> bool:
-    if isinstance(slot.owner, FP8Layer) and slot.leaf == "weight":
-        return slot.tensor.is_floating_point()
-    return ref.torch_dtype.is_floating_point
+def _kinds_agree(ref: TensorRef, slot: Slot) -> bool:
+    if slot.fp8 is not None:
+        return ref.torch_dtype.is_floating_point
+    return ref.torch_dtype.is_floating_point == slot.tensor.is_floating_point()
 
 
 def _zero_count(slot: Slot) -> TensorRef:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from anyfp8.layers import FP8Layer
+from anyfp8.layers import DecodedParameter, FP8Layer
+from anyfp8.layers.storage import FP8Storage
 
 #: child names that torch's wrappers put between a module and its own names
 _ALWAYS_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -21,13 +22,14 @@ class Slot:
     """One place in the tree where a tensor of a checkpoint can go.
 
     names: every name it has (shared modules have several), wrappers left out. owner/leaf: where it is stored.
-    tensor: what is there now; for the weight of an FP8 layer, its codes.
+    tensor: what is there now. fp8: what holds its codes, if it is quantized already (`tensor` is the codes then).
     """
 
     owner: nn.Module
     leaf: str
     tensor: Tensor
     is_buffer: bool
+    fp8: FP8Storage | None = None
     names: list[str] = field(default_factory=list)
 
     @property
@@ -56,8 +58,9 @@ class ModuleTree:
         if id(module) in above:  # a module that contains itself (a back reference registered by mistake)
             return
         self.modules.setdefault(path, module)
-        for leaf, tensor, is_buffer in _tensors(module):
-            slot = self._by_place.setdefault((id(module), leaf), Slot(module, leaf, tensor, is_buffer))
+        for found in _slots(module):
+            leaf = found.leaf
+            slot = self._by_place.setdefault((id(module), leaf), found)
             name = f"{path}.{leaf}" if path else leaf
             slot.names.append(name)
             self.slots[name] = slot
@@ -66,7 +69,7 @@ class ModuleTree:
             if buffer is not None and buffer.is_meta:
                 self.meta_buffers[f"{path}.{leaf}" if path else leaf] = (module, leaf)
         for name, child in module._modules.items():
-            if child is None:
+            if child is None or (name == "parametrizations" and _decoders(module)):
                 continue
             self.parents.setdefault(id(child), [])
             if (module, name) not in self.parents[id(child)]:
@@ -90,17 +93,28 @@ class ModuleTree:
         return list(groups.values())
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+def _slots(module: nn.Module) -> Iterator[Slot]:
     hidden = set(module._non_persistent_buffers_set)
+    decoders = _decoders(module)
     if isinstance(module, FP8Layer):
         hidden |= {"weight_codes", "weight_scale", "input_scale"}
-        yield "weight", module.weight_codes, True
+        decoders["weight"] = module
+    for leaf, storage in decoders.items():
+        yield Slot(module, leaf, storage.weight_codes, True, storage)
     for leaf, parameter in module._parameters.items():
         if parameter is not None:
-            yield leaf, parameter, False
+            yield Slot(module, leaf, parameter, False)
     for leaf, buffer in module._buffers.items():
         if buffer is not None and leaf not in hidden:
-            yield leaf, buffer, True
+            yield Slot(module, leaf, buffer, True)
+
+
+def _decoders(module: nn.Module) -> dict[str, FP8Storage]:
+    """The parameters of this module that are FP8 codes behind a parametrization."""
+    chains = module._modules.get("parametrizations")
+    if chains is None:
+        return {}
+    return {name: chain[0] for name, chain in chains._modules.items() if isinstance(chain[0], DecodedParameter)}  # type: ignore[index]
 
 
 def _is_wrapper(parent: nn.Module, child: str) -> bool:

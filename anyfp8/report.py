@@ -9,10 +9,10 @@ from torch import nn
 
 from anyfp8.errors import AnyFP8Error
 from anyfp8.folding import fold
-from anyfp8.layers import DecodedParameter, FP8Layer
+from anyfp8.layers import FP8Layer
 from anyfp8.manifest import group_by_reason
 from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace, Skip
-from anyfp8.replace import strip_wrappers
+from anyfp8.replace import ModuleTree
 from anyfp8.scheme import QuantizationScheme
 
 _ATTRIBUTE = "_anyfp8_load"
@@ -138,16 +138,14 @@ def layer_reports(model: nn.Module, notes: dict[str, str] | None = None) -> dict
     """The FP8 layers of a model as they are now."""
     notes = notes or {}
     found: dict[str, LayerReport] = {}
-    for path, module in model.named_modules():
-        name = strip_wrappers(f"{path}.")[:-1] if path else path
-        if isinstance(module, FP8Layer):
-            size = module.weight_codes.nbytes + module.weight_scale.nbytes
-            size += module.input_scale.nbytes if module.input_scale is not None else 0
-            note = notes.get(f"{name}.weight" if name else "weight", "")
-            found[name] = LayerReport(module.scheme, module.backend.name, dict(module.refusals), size, note)
-        elif isinstance(module, DecodedParameter):  # <owner>.parametrizations.<parameter>.0
-            owner, _, leaf = name.removesuffix(".0").rpartition(".")
-            name = f"{owner.removesuffix('parametrizations').removesuffix('.')}.{leaf}".lstrip(".")
-            size = module.weight_codes.nbytes + module.weight_scale.nbytes
-            found[name] = LayerReport(module.scheme, "decoded on access", {}, size, notes.get(name, ""))
+    for slot in ModuleTree(model).unique_slots():
+        if slot.fp8 is None:
+            continue
+        size = sum(t.nbytes for t in slot.fp8.buffers(recurse=False))
+        name, note = slot.name, notes.get(slot.name, "")
+        if isinstance(slot.fp8, FP8Layer):
+            layer, name = slot.fp8, name.rpartition(".")[0]
+            found[name] = LayerReport(layer.scheme, layer.backend.name, dict(layer.refusals), size, note)
+        else:
+            found[name] = LayerReport(slot.fp8.scheme, "decoded on access", {}, size, note)
     return found

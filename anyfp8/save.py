@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from anyfp8.errors import AnyFP8Error
-from anyfp8.layers import LAYERS, DecodedParameter, FP8Layer
+from anyfp8.layers import LAYERS
 from anyfp8.layers.storage import FP8Storage
 from anyfp8.numerics import FORMATS
 from anyfp8.replace import ModuleTree
@@ -59,41 +59,22 @@ def collect(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Quantization
     tree = ModuleTree(model)
     tensors: dict[str, Tensor] = {}
     layer_config: dict[str, QuantizationScheme] = {}
-    names: dict[int, str] = {}
-    for path, module in tree.modules.items():
-        names.setdefault(id(module), path)
-    for module_id, path in names.items():
-        module = tree.modules[path]
-        assert id(module) == module_id
-        if isinstance(module, FP8Layer):
-            _store(module, path, tensors, layer_config)
-        elif isinstance(module, DecodedParameter):
-            owner, _, leaf = path.removesuffix(".0").rpartition(".")
-            owner = owner.removesuffix("parametrizations").removesuffix(".")
-            if leaf != "weight":
-                raise AnyFP8Error(f"{owner}.{leaf} can't be saved: anyfp8.json describes weights of modules only")
-            _store(module, owner, tensors, layer_config)
-    stored = {tensor.data_ptr() for tensor in tensors.values()}
+    seen: set[tuple[int, int]] = set()  # safetensors refuses tensors that share memory
     for group in tree.tied():
         slot = group[0]
-        inside = slot.name.split(".")
-        if (isinstance(slot.owner, FP8Storage) and slot.leaf != "bias") or "parametrizations" in inside:
-            if "parametrizations" in inside and not _decodes(tree, slot.name):
-                tensors[slot.name] = slot.tensor.detach()
-            continue
         if slot.tensor.is_meta:
             raise AnyFP8Error(f"{slot.name} is on the meta device: there is nothing to save")
+        if slot.fp8 is not None:
+            if slot.leaf != "weight":
+                raise AnyFP8Error(f"{slot.name} can't be saved: anyfp8.json describes weights of modules only")
+            _store(slot.fp8, slot.name.rpartition(".")[0], tensors, layer_config)
+            continue
         value = slot.tensor.detach()
-        tensors[slot.name] = value.clone() if value.numel() and value.data_ptr() in stored else value
-        stored.add(value.data_ptr())
-    ignore = [path for path in names.values() if type(tree.modules[path]) in LAYERS]
+        place = (value.untyped_storage().data_ptr(), value.device.index or 0)
+        tensors[slot.name] = value.clone() if place in seen and value.numel() else value
+        seen.add(place)
+    ignore = [path for path, module in tree.modules.items() if type(module) in LAYERS]
     return tensors, layer_config, ignore
-
-
-def _decodes(tree: ModuleTree, name: str) -> bool:
-    """Is this tensor the empty carrier, or the codes, of one of our parametrizations?"""
-    path = re.sub(r"\.(original|0\..*)$", "", name)
-    return isinstance(tree.modules.get(f"{path}.0"), DecodedParameter)
 
 
 def _store(

@@ -80,13 +80,13 @@ class FP8Layer(FP8Storage):
         static = None if input_scale is None else input_scale.detach().float().reshape(1)
         return cls.from_codes(module, scheme, codes.view(torch.uint8), scale, static)
 
-    def to_float(self, dtype: torch.dtype | None = None) -> nn.Module:
-        """The ordinary layer with the decoded weight (default: in the compute dtype); shares bias and hooks."""
+    def to_float(self, weight: Tensor) -> nn.Module:
+        """The ordinary layer that this one replaced, with this float weight; shares bias and hooks."""
         plain_type = next(t for t in type(self).__mro__ if not issubclass(t, FP8Storage))
         plain = cast(nn.Module, plain_type.__new__(plain_type))
         nn.Module.__init__(plain)
         plain.__dict__.update({k: v for k, v in self.__dict__.items() if k not in _OWN})
-        plain.register_parameter("weight", nn.Parameter(self.decoded(dtype or self.compute_dtype)))
+        plain.register_parameter("weight", nn.Parameter(weight))
         if "bias" in self._parameters:
             plain.register_parameter("bias", self._parameters["bias"])
         return plain

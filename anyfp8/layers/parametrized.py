@@ -31,8 +31,19 @@ def parametrize_codes(
     dtype: torch.dtype,
 ) -> None:
     """Replace the parameter `name` of `module`, in place, by codes that are decoded at each access."""
+    if parametrize.is_parametrized(module, name):  # loaded over: the codes are there already
+        decoder = module.parametrizations[name][0]  # type: ignore[index]
+        assert isinstance(decoder, DecodedParameter)
+        decoder._store(scheme, codes, weight_scale, None, dtype)
+        return
     decoder = DecodedParameter()
     decoder._store(scheme, codes, weight_scale, None, dtype)
     carrier = nn.Parameter(torch.empty(0, dtype=dtype, device=codes.device), requires_grad=False)
     setattr(module, name, carrier)
     parametrize.register_parametrization(module, name, decoder, unsafe=True)  # unsafe: its shape changes on purpose
+
+
+def unparametrize(module: nn.Module, name: str, weight: Tensor) -> None:
+    """Undo `parametrize_codes`: an ordinary parameter with this float weight again."""
+    parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+    setattr(module, name, nn.Parameter(weight))
