@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def observe(
     observers = {name: Observer(percentile) for name in layers}
     handles = [layers[n].register_forward_pre_hook(observers[n], with_kwargs=True) for n in layers]
     try:
-        with _evaluating(model), torch.no_grad():
+        with _evaluating(model), torch.no_grad(), _eager():
             if callable(calibration):
                 calibration(model)
             else:
@@ -97,6 +98,11 @@ def _run(model: nn.Module, batches: Iterable[Batch], progress: bool | None) -> N
             model(batch)
     if not count:
         raise CalibrationError("calibration holds no batches")
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Compiled code doesn't run hooks that came after it; if anything was compiled, run it eagerly for now."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anyfp8.errors import CheckpointError
-from anyfp8.header import DTYPES, FP8, read_header
+from anyfp8.header import DTYPES, FP8, DuplicateKey, no_duplicates, read_header
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 #: preferred when a folder holds several safetensors files or indexes without saying which one is meant
@@ -166,6 +166,8 @@ def _from_mapping(tensors: Mapping[str, Tensor]) -> Checkpoint:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.dtype not in words:
             raise CheckpointError(f"{name!r} in the mapping is not a tensor of a dtype that safetensors can hold")
+        if tensor.is_meta or tensor.layout != torch.strided:
+            raise CheckpointError(f"{name!r} in the mapping is a meta or sparse tensor: it has no values to load")
         refs[name] = TensorRef(name, "the mapping", words[tensor.dtype], tuple(tensor.shape), tensor.detach())
     return Checkpoint("the mapping of tensors", refs)
 
@@ -275,7 +277,9 @@ CONFIGS = ("anyfp8.json", "config.json", "quantization_config.json", "hf_quant_c
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = json.loads(path.read_text("utf-8"), object_pairs_hook=no_duplicates)
+    except DuplicateKey as error:
+        raise CheckpointError(f"{path} names {error} twice") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable JSON ({error})") from None
     if not isinstance(value, dict):

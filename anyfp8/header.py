@@ -74,8 +74,8 @@ def read_header(file: BinaryIO, size: int, name: str) -> tuple[dict[str, Entry],
             f"but the file has {size} (and a header at most {MAX_HEADER})"
         )
     try:
-        header = json.loads(file.read(length), object_pairs_hook=_no_duplicates)
-    except _Duplicate as error:
+        header = json.loads(file.read(length), object_pairs_hook=no_duplicates)
+    except DuplicateKey as error:
         raise CheckpointError(f"{name}: the header names {error} twice") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{name}: the header is not valid JSON ({error})") from None
@@ -89,15 +89,16 @@ def read_header(file: BinaryIO, size: int, name: str) -> tuple[dict[str, Entry],
     return entries, metadata
 
 
-class _Duplicate(Exception):
-    pass
+class DuplicateKey(Exception):
+    """A JSON object has a key twice."""
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An `object_pairs_hook` for json that raises DuplicateKey instead of keeping the last value."""
     out = dict(pairs)
     if len(out) < len(pairs):
         keys = [k for k, _ in pairs]
-        raise _Duplicate(next(repr(k) for k in keys if keys.count(k) > 1))
+        raise DuplicateKey(next(repr(k) for k in keys if keys.count(k) > 1))
     return out
 
 

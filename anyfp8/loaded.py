@@ -39,16 +39,15 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     the root itself is an FP8 layer is the return value new.
     """
     tree = ModuleTree(model)
-    root = model
+    twins: dict[nn.Module, nn.Module] = {}
     for slot in tree.unique_slots():
         if slot.fp8 is None:
             continue
         value = slot.fp8.decoded(dtype or slot.fp8.compute_dtype)
         if isinstance(slot.fp8, FP8Layer):
-            plain = slot.fp8.to_float(value)
-            swap(tree, slot.fp8, plain)
-            root = plain if slot.fp8 is root else root
+            twins[slot.fp8] = slot.fp8.to_float(value)
         else:
             unparametrize(slot.owner, slot.leaf, value)
+    root = swap(tree, twins)
     root.__dict__.pop("_anyfp8_load", None)
     return root

@@ -29,7 +29,10 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
 
         def on_path(path: str) -> str:
             for pattern, replacement in rules:
-                path = pattern.sub(replacement, path)
+                try:
+                    path = pattern.sub(replacement, path)
+                except (re.error, IndexError) as error:
+                    raise AnyFP8Error(f"rename: {pattern.pattern!r} → {replacement!r}: {error}") from None
             return path
 
     def on_name(name: str) -> str:

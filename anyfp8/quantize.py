@@ -11,9 +11,10 @@ from torch import nn
 
 from anyfp8.calibrate import Calibration, observe
 from anyfp8.errors import CalibrationError
+from anyfp8.folding import fold
 from anyfp8.layers import LAYERS, FP8Layer, replacement
 from anyfp8.numerics import FORMATS
-from anyfp8.plan import patterns, selected, weight_only
+from anyfp8.planner import patterns, selected, weight_only
 from anyfp8.replace import ModuleTree, swap
 from anyfp8.report import attach_report
 from anyfp8.scheme import QuantizationScheme
@@ -42,16 +43,19 @@ def quantize(
     percentile: of each batch's input magnitudes that becomes the largest value; 100 is the maximum.
 
     A dynamic per-token scheme becomes per-tensor dynamic for convolutions, whose inputs have no tokens. Layers of a
-    type that has no FP8 version stay float; `anyfp8.report(model)` names them.
+    type that has no FP8 version, or whose weight has another rank than a block's, stay float;
+    `anyfp8.report(model)` names them.
 
     Raises CalibrationError, naming the layers, for inputs never seen and for values that aren't finite, SchemeError for
     an unknown scheme; the model is then as it was.
     """
     chosen = QuantizationScheme.of(scheme)
     tree = ModuleTree(model)
-    layers, skipped = _choose(tree, patterns(include), patterns(exclude))
+    layers, skipped = _choose(tree, chosen, patterns(include), patterns(exclude))
     if not layers:
         raise CalibrationError("no layer to quantize: check include and exclude")
+    if bare := [name for name, module in layers.items() if module.get_parameter("weight").is_meta]:
+        raise CalibrationError(f"{', '.join(fold(bare))} are on the meta device: there are no weights to quantize")
     schemes = {name: _scheme_for(module, chosen) for name, module in layers.items()}
     static = {name: layers[name] for name, s in schemes.items() if s.static}
     amax = observe(model, static, calibration, percentile=percentile, progress=progress) if static else {}
@@ -64,31 +68,36 @@ def quantize(
             built[name] = layer_type.from_float(module, schemes[name], scale)
         except ValueError as error:
             raise CalibrationError(f"{name}: {error}") from None
-    root = model
-    for name, layer in built.items():
-        swap(tree, layers[name], layer)
-        root = layer if layers[name] is model else root
+    root = swap(tree, {layers[name]: layer for name, layer in built.items()})
     attach_report(root, source="quantize", dialect="none", evidence=str(chosen), skipped=skipped)
     return root
 
 
 def _choose(
-    tree: ModuleTree, include: tuple[str, ...] | None, exclude: tuple[str, ...] | None
+    tree: ModuleTree, scheme: QuantizationScheme, include: tuple[str, ...] | None, exclude: tuple[str, ...] | None
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Name → module to quantize, and name → reason for those that would be wanted but can't be."""
     layers: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
+    names: dict[nn.Module, list[str]] = {}
     for name, module in tree.modules.items():
+        names.setdefault(module, []).append(name)
+    for module, paths in names.items():
         wanted = isinstance(module, tuple(LAYERS)) and not isinstance(module, FP8Layer)
-        if not wanted or not selected(name, include, exclude) or module in layers.values():
-            continue
-        if isinstance(module, nn.Embedding) and include is None:
+        if (
+            not wanted
+            or not selected(paths, include, exclude)
+            or (isinstance(module, nn.Embedding) and include is None)
+        ):
             continue
         layer_type, reason = replacement(module)
+        rank = module.get_parameter("weight").dim()
+        if layer_type is not None and len(scheme.for_rank(rank).tile) != rank:
+            layer_type, reason = None, f"tile {list(scheme.tile)} is for weights of another rank"
         if layer_type is None:
-            skipped[name] = reason
+            skipped[paths[0]] = reason
         else:
-            layers[name] = module
+            layers[paths[0]] = module
     return layers, skipped
 
 

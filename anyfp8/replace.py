@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ _MODULE_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _SEGMENT = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """One place in the tree where a tensor of a checkpoint can go.
 
@@ -43,6 +44,7 @@ class ModuleTree:
 
     modules: canonical path → module. parents: id(module) → every (parent, child name) that holds it.
     slots: name → Slot, under canonical names. meta_buffers: non-persistent buffers that are on the meta device.
+    lazy: parameters and buffers without a shape yet (LazyLinear before its first call).
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -51,6 +53,7 @@ class ModuleTree:
         self.parents: dict[int, list[tuple[nn.Module, str]]] = {}
         self.slots: dict[str, Slot] = {}
         self.meta_buffers: dict[str, tuple[nn.Module, str]] = {}
+        self.lazy: list[str] = []
         self._by_place: dict[tuple[int, str], Slot] = {}
         self._walk(root, "", [])
 
@@ -60,6 +63,9 @@ class ModuleTree:
         self.modules.setdefault(path, module)
         for found in _slots(module):
             leaf = found.leaf
+            if nn.parameter.is_lazy(found.tensor):
+                self.lazy.append(f"{path}.{leaf}" if path else leaf)
+                continue
             slot = self._by_place.setdefault((id(module), leaf), found)
             name = f"{path}.{leaf}" if path else leaf
             slot.names.append(name)
@@ -130,9 +136,38 @@ def strip_wrappers(name: str) -> str:
     return _SEGMENT.sub("", name)
 
 
-def swap(tree: ModuleTree, old: nn.Module, new: nn.Module) -> None:
-    """Put `new` wherever `old` is. When `old` is the root there is nothing to swap: the caller returns `new`."""
-    for parent, name in tree.parents.get(id(old), []):
-        parent._modules[name] = new
-        if name == "_orig_mod" and hasattr(parent, "_initialize"):
-            parent._initialize()  # type: ignore[operator]  # torch.compile's wrapper has bound the old module's forward
+def swap(tree: ModuleTree, twins: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """Put each new module wherever its old one is; returns the root, which is new if it was swapped itself.
+
+    Parents may also hold a module outside of their children (`self.stages = [self.conv1, self.conv2]`): those
+    references are swapped too. The old layers lose their weight, so that one that is still called somewhere fails
+    instead of computing with values that were not loaded.
+    """
+    for old, new in twins.items():
+        for parent, name in tree.parents.get(id(old), []):
+            parent._modules[name] = new
+            if name == "_orig_mod" and hasattr(parent, "_initialize"):
+                parent._initialize()  # type: ignore[operator]  # torch.compile's wrapper is bound to the old forward
+    for module in {id(m): m for m in (*tree.modules.values(), *twins.values())}.values():
+        for key, value in module.__dict__.items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                module.__dict__[key] = _swapped(value, twins)
+    for old in twins:
+        for name in ("weight", "weight_codes"):
+            if name in old._parameters:
+                old._parameters[name] = None
+            if name in old._buffers:
+                old._buffers[name] = None
+    return twins.get(tree.root, tree.root)
+
+
+def _swapped(value: Any, twins: Mapping[nn.Module, nn.Module], depth: int = 2) -> Any:
+    if isinstance(value, nn.Module):
+        return twins.get(value, value)
+    if depth and type(value) is list:
+        value[:] = [_swapped(v, twins, depth - 1) for v in value]
+    elif depth and type(value) is tuple:
+        return tuple(_swapped(v, twins, depth - 1) for v in value)
+    elif depth and type(value) is dict:
+        value.update({k: _swapped(v, twins, depth - 1) for k, v in value.items()})
+    return value

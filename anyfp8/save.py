@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from anyfp8.dialects import anyfp8_json
 from anyfp8.errors import AnyFP8Error
 from anyfp8.layers import LAYERS
 from anyfp8.layers.storage import FP8Storage
@@ -35,7 +36,6 @@ def save(model: nn.Module, path: str | Path, *, format: str = "anyfp8", max_shar
     from safetensors.torch import save_file
 
     from anyfp8 import __version__
-    from anyfp8.dialects import anyfp8_json
 
     if format != "anyfp8":
         raise AnyFP8Error(f"unknown format {format!r}; valid: anyfp8")
@@ -69,6 +69,10 @@ def collect(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Quantization
                 raise AnyFP8Error(f"{slot.name} can't be saved: anyfp8.json describes weights of modules only")
             _store(slot.fp8, slot.name.rpartition(".")[0], tensors, layer_config)
             continue
+        if slot.tensor.dtype in {spec.dtype for spec in FORMATS.values()}:
+            raise AnyFP8Error(
+                f"{slot.name} is a bare {slot.tensor.dtype} tensor without a scale: what it means is unknown"
+            )
         value = slot.tensor.detach()
         place = (value.untyped_storage().data_ptr(), value.device.index or 0)
         tensors[slot.name] = value.clone() if place in seen and value.numel() else value
@@ -94,7 +98,9 @@ class _replacing:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        foreign = [p.name for p in path.iterdir() if not _OURS.fullmatch(p.name)] if path.is_dir() else []
+        found = [p.name for p in path.iterdir()] if path.is_dir() else []
+        ours = anyfp8_json.FILE in found  # without our manifest, even a model.safetensors is somebody else's
+        foreign = [name for name in found if not (ours and _OURS.fullmatch(name))]
         if foreign or (path.exists() and not path.is_dir()):
             what = f"holds other files ({', '.join(sorted(foreign)[:5])})" if foreign else "is a file"
             raise AnyFP8Error(f"{path} {what}: save to a folder of its own")

@@ -126,6 +126,8 @@ class QuantizationScheme(Mapping[str, Any]):
         if values.get("rotation_config") or values.get("super_bits") or values.get("super_group_size"):
             raise SchemeError("rotation_config, super_bits and super_group_size are not supported for FP8")
         size = get("group_size", -1)
+        if isinstance(size, (list, tuple)) and len(size) != 2:
+            raise SchemeError(f"group_size is {list(size)}; valid: -1, 0, a size, or [rows, columns]")
         tile = tuple(size) if isinstance(size, (list, tuple)) else {-1: (1, -1), 0: (-1, -1)}.get(size, (1, size))
         if get("act_bits", 16) >= 16:
             return cls(tile=tile)
@@ -240,6 +242,7 @@ def _ct_args(where: str, args: Mapping[str, Any]) -> dict[str, Any]:
         full["strategy"] = "tensor" if size is None else "channel" if size == -1 else "group"
     for key, default, valid in (("num_bits", 8, (8,)), ("type", "int", ("float",)), ("symmetric", True, (True,))):
         _one_of(f"{where}: {key}", default if full[key] is None else full[key], valid)
+    _one_of(f"{where}: dynamic", full["dynamic"], (True, False, None))
     if full["strategy"] == "group" and not (isinstance(size, int) and size > 0):
         raise SchemeError(f"{where}: strategy 'group' needs a group_size, not {size!r}")
     if full["strategy"] == "block" and not full["block_structure"]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from typing import Protocol, cast
 
 from anyfp8.checkpoint import Checkpoint
-from anyfp8.errors import DialectError
+from anyfp8.errors import AnyFP8Error, DialectError
 from anyfp8.manifest import Manifest
 
 
@@ -55,14 +56,24 @@ def read(checkpoint: Checkpoint, dialect: str | None = None) -> Manifest:
     """
     if dialect is not None:
         chosen = get(dialect)
-        return chosen.read(checkpoint, chosen.match(checkpoint) or "named by the caller")
+        return _read(dialect, chosen, checkpoint, chosen.match(checkpoint) or "named by the caller")
     found = {name: evidence for name in names() if (evidence := get(name).match(checkpoint))}
     if len(found) > 1:
         claims = "; ".join(f"{name}: {evidence}" for name, evidence in found.items())
         raise DialectError(f"{checkpoint.name} is claimed by {len(found)} dialects ({claims}). Pass dialect=...")
     if found:
         ((name, evidence),) = found.items()
-        return get(name).read(checkpoint, evidence)
+        return _read(name, get(name), checkpoint, evidence)
     from anyfp8.dialects import plain
 
     return plain.read(checkpoint, names())
+
+
+def _read(name: str, dialect: Dialect, checkpoint: Checkpoint, evidence: str) -> Manifest:
+    try:
+        return dialect.read(checkpoint, evidence)
+    except (AttributeError, TypeError, ValueError, LookupError, re.error) as error:
+        if isinstance(error, AnyFP8Error):
+            raise
+        # a list where a dict belongs, a word where a number does ...: foreign JSON, checked by using it
+        raise DialectError(f"{checkpoint.name}: its {name} config ({evidence}) is malformed: {error!r}") from error

@@ -12,8 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 from anyfp8.checkpoint import Checkpoint
+from anyfp8.claims import ManifestBuilder
 from anyfp8.errors import DialectError, SchemeError
-from anyfp8.manifest import Manifest, ManifestBuilder
+from anyfp8.manifest import Manifest
 from anyfp8.numerics import dtype_name
 from anyfp8.scheme import QuantizationScheme
 

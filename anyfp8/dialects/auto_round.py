@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from anyfp8.checkpoint import Checkpoint
+from anyfp8.claims import ManifestBuilder, list_notes
 from anyfp8.dialects.config import quantization_config
 from anyfp8.errors import DialectError, SchemeError
-from anyfp8.manifest import Manifest, ManifestBuilder, list_notes
+from anyfp8.manifest import Manifest
 from anyfp8.scheme import QuantizationScheme
 
 _SCHEME_KEYS = (
@@ -46,7 +47,7 @@ def read(checkpoint: Checkpoint, evidence: str) -> Manifest:
     top = _ABSENT | _scheme_keys(config)
     disagree: list[str] = []
     for module in builder.fp8_weights():
-        own = top | _override(module, config.get("extra_config") or {})
+        own = top | _override(module, config.get("extra_config") or {}, checkpoint)
         if (own.get("bits") or 16) >= 16:  # listed as kept, stored in FP8: the tensors decide
             disagree.append(module)
             own = top
@@ -67,13 +68,14 @@ def _scheme_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: values[key] for key in _SCHEME_KEYS if key in values}
 
 
-def _override(module: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+def _override(module: str, extra: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+    """The entry for this module: by its exact name, else the first regex that is found in it.
+
+    A key that names another module of the file is no regex ("fc" would be found in "fc2").
+    """
     if module in extra:
         return _scheme_keys(extra[module])
     for pattern, values in extra.items():
-        try:
-            if re.search(pattern, module):
-                return _scheme_keys(values)
-        except re.error:
-            continue  # a module name that happens to be no regex
+        if f"{pattern}.weight" not in checkpoint.tensors and re.search(pattern, module):
+            return _scheme_keys(values)
     return {}

@@ -10,9 +10,10 @@ import re
 from typing import Any
 
 from anyfp8.checkpoint import Checkpoint
+from anyfp8.claims import ManifestBuilder, list_notes
 from anyfp8.dialects.config import quantization_config
 from anyfp8.errors import DialectError, SchemeError
-from anyfp8.manifest import Manifest, ManifestBuilder, list_notes
+from anyfp8.manifest import Manifest
 from anyfp8.scheme import PRESETS, QuantizationScheme
 
 
@@ -38,17 +39,23 @@ def read(checkpoint: Checkpoint, evidence: str) -> Manifest:
     for module, ref in builder.fp8_weights().items():
         if any(_matches(target, module) for target in ignore):
             disagree.append(module)
-        group = _group_of(module, groups)
-        if group is None:
+        candidates = _candidates(module, groups, checkpoint)
+        if not candidates:
             detail = f"{ref} is {ref.dtype}, but no config group targets it, so its granularity is unknown"
             builder.refuse(module, "contradiction", detail)
             continue
         try:
-            scheme = QuantizationScheme.from_compressed_tensors(groups[group])
+            schemes = {
+                target: QuantizationScheme.from_compressed_tensors(groups[g]) for target, g in candidates.items()
+            }
         except SchemeError as error:
-            builder.refuse(module, "unsupported", f"config group {group!r}: {error}")
+            builder.refuse(
+                module, "unsupported", f"config group {' or '.join(sorted(set(candidates.values())))}: {error}"
+            )
             continue
-        builder.layer(module, scheme, why_static=f"config group {group!r} says that the input is static")
+        by_class = schemes if len(schemes) > 1 else None
+        likeliest = schemes.get("Linear") or next(iter(schemes.values()))
+        builder.layer(module, likeliest, why_static="its config group says that the input is static", by_class=by_class)
     if disagree:
         builder.notes.append(list_notes("ignored by the config, but stored in FP8", disagree, "the tensors decide"))
     if config.get("kv_cache_scheme"):
@@ -89,6 +96,13 @@ def _groups(config: dict[str, Any], where: str) -> dict[str, dict[str, Any]]:
         if not isinstance(group, dict) or not isinstance(group.get("targets"), list) or "weights" not in group:
             raise DialectError(f"{where}: config group {name!r} needs targets and weights")
         groups[name] = group
+    owners: dict[str, str] = {}
+    for name, group in groups.items():
+        for target in group["targets"]:
+            if groups[owners.setdefault(target, name)] != group:
+                raise DialectError(
+                    f"{where}: target {target!r} is in two different groups, {owners[target]!r} and {name!r}"
+                )
     return groups
 
 
@@ -98,17 +112,16 @@ def _matches(target: str, module: str) -> bool:
     return target == module
 
 
-def _group_of(module: str, groups: dict[str, dict[str, Any]]) -> str | None:
-    """compressed-tensors' order: exact path, then regex, then class name; inside one kind, alphabetical by target.
+def _candidates(module: str, groups: dict[str, dict[str, Any]], checkpoint: Checkpoint) -> dict[str, str]:
+    """target → group for a module, in compressed-tensors' order: exact path, then regex, then class name; inside one
+    kind, alphabetical by target.
 
-    A target that is neither is taken as a class name. Which class the module has isn't in the file: if the class
-    targets all lead to one group, it is that one.
+    More than one only for class names: which class the module has isn't in the file. A target is a class name if it is
+    no regex and no module of the file.
     """
     targets = sorted((target, name) for name, group in groups.items() for target in group["targets"])
-    for wanted in (lambda t: not t.startswith("re:"), lambda t: t.startswith("re:")):
+    for is_regex in (False, True):
         for target, name in targets:
-            if wanted(target) and _matches(target, module):
-                return name
-    classes = {name for target, name in targets if not target.startswith("re:") and "." not in target}
-    linear = {name for target, name in targets if target == "Linear"}
-    return next(iter(classes)) if len(classes) == 1 else next(iter(linear), None)
+            if target.startswith("re:") == is_regex and _matches(target, module):
+                return {target: name}
+    return {t: name for t, name in targets if not t.startswith("re:") and f"{t}.weight" not in checkpoint.tensors}

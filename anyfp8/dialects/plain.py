@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from anyfp8.checkpoint import Checkpoint
+from anyfp8.claims import ManifestBuilder
 from anyfp8.dialects.config import quantization_config
 from anyfp8.errors import DialectError
 from anyfp8.folding import fold
-from anyfp8.manifest import Manifest, ManifestBuilder
+from anyfp8.manifest import Manifest
 
 
 def read(checkpoint: Checkpoint, known: list[str]) -> Manifest:

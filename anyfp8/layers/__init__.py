@@ -50,10 +50,10 @@ def register_layer(float_type: type[nn.Module], fp8_type: type[FP8Layer]) -> Non
 
 def replacement(module: nn.Module) -> tuple[type[FP8Layer] | None, str]:
     """The FP8 layer that can stand in for `module`, or None and the reason why none can."""
-    if "forward" in module.__dict__:
-        return None, "its forward was replaced on the instance"
     if isinstance(module, FP8Layer):  # already FP8: loaded over
         return type(module), ""
+    if "forward" in module.__dict__:
+        return None, "its forward was replaced on the instance"
     if type(module) not in LAYERS:
         base = next((t for t in type(module).__mro__ if t in LAYERS), None)
         if base is not None and type(module) is not base:

@@ -16,17 +16,9 @@ from anyfp8.scheme import QuantizationScheme
 
 L = TypeVar("L", bound="FP8Layer")
 
-#: what of a module's __dict__ is its own and not taken over by its twin
-_OWN = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_non_persistent_buffers_set",
-    "scheme",
-    "compute_dtype",
-    "backend",
-    "refusals",
-)
+#: what of a module's __dict__ is its own and not taken over by its twin (torch's compiled call is bound to the old one)
+_OWN = ("_parameters", "_buffers", "_modules", "scheme", "compute_dtype", "backend", "refusals", "_compiled_call_impl")
+_STORED = ("weight", "weight_codes", "weight_scale", "input_scale")
 
 
 class FP8Layer(FP8Storage):
@@ -60,9 +52,7 @@ class FP8Layer(FP8Storage):
         """
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self.__dict__.update({k: v for k, v in module.__dict__.items() if k not in _OWN})
-        if "bias" in module._parameters:
-            self.register_parameter("bias", module._parameters["bias"])
+        _take_over(self, module)
         if dtype is None:  # an FP8 layer may itself be loaded over
             dtype = module.compute_dtype if isinstance(module, FP8Layer) else module.get_parameter("weight").dtype
         self._store(scheme, codes, weight_scale, input_scale, dtype)
@@ -85,10 +75,8 @@ class FP8Layer(FP8Storage):
         plain_type = next(t for t in type(self).__mro__ if not issubclass(t, FP8Storage))
         plain = cast(nn.Module, plain_type.__new__(plain_type))
         nn.Module.__init__(plain)
-        plain.__dict__.update({k: v for k, v in self.__dict__.items() if k not in _OWN})
         plain.register_parameter("weight", nn.Parameter(weight))
-        if "bias" in self._parameters:
-            plain.register_parameter("bias", self._parameters["bias"])
+        _take_over(plain, self)
         return plain
 
     def select_backend(self, name: str) -> None:
@@ -129,3 +117,11 @@ class FP8Layer(FP8Storage):
     def extra_repr(self) -> str:
         """The float layer's, then the scheme and the backend."""
         return f"{super().extra_repr()}, {self.scheme}, backend={self.backend.name}"
+
+
+def _take_over(twin: nn.Module, module: nn.Module) -> None:
+    """Everything of `module` but its weight: attributes, hooks, bias, and what else was registered on it."""
+    twin.__dict__.update({k: v for k, v in module.__dict__.items() if k not in _OWN})
+    twin._parameters.update({k: v for k, v in module._parameters.items() if k not in _STORED})
+    twin._buffers.update({k: v for k, v in module._buffers.items() if k not in _STORED})
+    twin._modules.update(module._modules)

@@ -1,0 +1,169 @@
+"""Carries a plan out. What can fail on content has failed before; what is new is made first, then put in place."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anyfp8.errors import BackendError, LoadError, Problem
+from anyfp8.layers import FP8Layer, parametrize_codes, unparametrize
+from anyfp8.manifest import LayerSpec
+from anyfp8.numerics import dequantize
+from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace
+from anyfp8.replace import ModuleTree, Slot, swap
+
+
+def apply_plan(
+    plan: Plan, *, backend: str, dtype: torch.dtype | None, device: torch.device | None, progress: bool | None
+) -> nn.Module:
+    """Carry out a plan without problems; returns the root, which is new only if it was swapped itself.
+
+    Raises BackendError if the backend can't run some layer, LoadError if a module's own buffer hook fails; the model is
+    then as it was.
+    """
+    applier = _Applier(plan, dtype, device)
+    applier.build_layers(backend)
+    with _bar(plan, progress) as advance, torch.no_grad():
+        _fill_meta_buffers(plan.tree, device)
+        return applier.commit(advance)
+
+
+class _Applier:
+    def __init__(self, plan: Plan, dtype: torch.dtype | None, device: torch.device | None) -> None:
+        self.plan, self.dtype, self.device = plan, dtype, device
+        #: old module → the one that takes its place
+        self.twins: dict[nn.Module, nn.Module] = {}
+
+    # --- before the first change ---
+    def build_layers(self, backend: str) -> None:
+        """Make the FP8 layers, and the float layers where an FP8 one gets float weights."""
+        refusals: dict[str, str] = {}
+        shared: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {}  # tied layers share their bytes
+        for step in self.plan.of(Replace):
+            spec: LayerSpec = step.spec
+            if spec.weight.name not in shared:
+                where, static = self._target(step.slot), spec.read_input_scale()
+                codes, scale = spec.read_codes().to(where), spec.read_weight_scale().to(where)
+                shared[spec.weight.name] = (codes, scale, None if static is None else static.to(where))
+            codes, scale, static = shared[spec.weight.name]
+            static = static if spec.scheme.static else None
+            layer = step.layer.from_codes(step.slot.owner, spec.scheme, codes, scale, static, dtype=self.dtype)
+            # rows of an embedding are looked up, whatever the backend
+            chosen, why = layer.candidate("auto" if isinstance(layer, nn.Embedding) else backend)
+            if chosen is None:
+                refusals[step.slot.name.rpartition(".")[0]] = why[backend]
+            else:
+                layer.backend, layer.refusals = chosen, why
+                self.twins[step.slot.owner] = layer
+        if refusals:
+            raise BackendError(f"backend {backend!r} can't run {len(refusals)} of the layers:", refusals)
+        for kind in (Assign, Dequantize):
+            for slot in (slot for step in self.plan.of(kind) for slot in step.slots):
+                if isinstance(slot.fp8, FP8Layer):
+                    empty = torch.empty(slot.tensor.shape, dtype=self._dtype(slot), device="meta")
+                    self.twins[slot.fp8] = slot.fp8.to_float(empty)
+
+    # --- the change ---
+    def commit(self, advance: Callable[[int], Any]) -> nn.Module:
+        """Put everything in place."""
+        root = swap(self.plan.tree, self.twins)
+        advance(sum(step.spec.nbytes for step in self.plan.of(Replace)))
+        for step in self.plan.of(Assign):
+            self._assign(step.slots, step.ref.read())
+            advance(step.ref.nbytes)
+        for step in self.plan.of(Dequantize):
+            self._assign(step.slots, _decoded(step.spec, self._dtype(step.slot)))
+            advance(step.spec.nbytes)
+        for step in self.plan.of(Parametrize):
+            spec, slot, where = step.spec, step.slot, self._target(step.slot)
+            codes, scale = spec.read_codes().to(where), spec.read_weight_scale().to(where)
+            parametrize_codes(slot.owner, slot.leaf, spec.scheme, codes, scale, self._dtype(slot))
+            advance(spec.nbytes)
+        if self.device is not None:
+            root.to(self.device)  # what the checkpoint doesn't hold: non-persistent buffers
+        return root
+
+    def _target(self, slot: Slot) -> torch.device:
+        return self.device or (torch.device("cpu") if slot.tensor.is_meta else slot.tensor.device)
+
+    def _dtype(self, slot: Slot) -> torch.dtype:
+        if slot.fp8 is not None:
+            return self.dtype or slot.fp8.compute_dtype
+        return self.dtype if self.dtype is not None and slot.tensor.is_floating_point() else slot.tensor.dtype
+
+    def _assign(self, slots: tuple[Slot, ...], value: Tensor) -> None:
+        """Put a tensor into its slots: copied into real memory, the tensor itself where the model is on meta."""
+        old, kind, where = slots[0].tensor, self._dtype(slots[0]), self._target(slots[0])
+        fixed = old.is_meta or slots[0].fp8 is not None or old.is_inference() or _overlaps(old)
+        if not fixed and (old.dtype, old.device) == (kind, where):
+            old.copy_(value)
+            return
+        new = value.to(device=where, dtype=kind)
+        if not fixed and isinstance(old, nn.Parameter):
+            old.data = new  # keeps the parameter's identity: ties, optimizers, hooks
+            return
+        parameter = nn.Parameter(new, requires_grad=isinstance(old, nn.Parameter) and old.requires_grad)
+        for slot in slots:
+            owner = self.twins.get(slot.owner, slot.owner)
+            if slot.fp8 is not None and not isinstance(slot.fp8, FP8Layer):
+                unparametrize(owner, slot.leaf, new)
+            elif slot.is_buffer and slot.fp8 is None:
+                owner._buffers[slot.leaf] = new
+            else:
+                owner._parameters[slot.leaf] = parameter
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Expanded tensors: several elements are one place in memory, so they can't be copied into."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _decoded(spec: LayerSpec, dtype: torch.dtype) -> Tensor:
+    return dequantize(spec.read_codes(), spec.read_weight_scale(), spec.scheme.weight_dtype, spec.scheme.tile, dtype)
+
+
+def _fill_meta_buffers(tree: ModuleTree, device: torch.device | None) -> None:
+    """Materialise non-persistent meta buffers and let their modules' own hooks fill them; all or nothing.
+
+    The hook (`init_non_persistent_buffers`, timm's convention) is the module's code: it runs before any other change.
+    """
+    where = device or torch.device("cpu")
+    saved = {(id(owner), leaf): (owner, leaf, owner._buffers[leaf]) for owner, leaf in tree.meta_buffers.values()}
+    problems: list[Problem] = []
+    for owner, leaf, buffer in saved.values():
+        assert buffer is not None
+        fresh = torch.empty_like(buffer, device=where)
+        owner._buffers[leaf] = fresh.fill_(float("nan")) if fresh.is_floating_point() else fresh.zero_()
+    for name, (owner, _) in {id(owner): (name, (owner, _)) for name, (owner, _) in tree.meta_buffers.items()}.values():
+        try:
+            owner.init_non_persistent_buffers()  # type: ignore[operator]
+        except Exception as error:
+            problems.append(Problem("meta", name, f"init_non_persistent_buffers() raised {error!r}"))
+    for name, (owner, leaf) in tree.meta_buffers.items():
+        found = owner._buffers[leaf]
+        if found is None or found.is_meta or (found.is_floating_point() and found.numel() and found.isnan().all()):
+            problems.append(Problem("meta", name, "init_non_persistent_buffers() left it empty"))
+    if problems:
+        for owner, leaf, buffer in saved.values():
+            owner._buffers[leaf] = buffer
+        raise LoadError(problems)
+
+
+@contextmanager
+def _bar(plan: Plan, progress: bool | None) -> Iterator[Callable[[int], Any]]:
+    from tqdm.auto import tqdm
+
+    off = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in ("1", "TRUE", "YES", "ON")
+    disable = None if progress is None else not progress
+    if sys.stderr is None or (off and progress is None):
+        disable = True
+    total = sum(step.ref.nbytes for step in plan.of(Assign))
+    total += sum(step.spec.nbytes for kind in (Replace, Dequantize, Parametrize) for step in plan.of(kind))
+    with tqdm(total=total, unit="B", unit_scale=True, desc="Loading FP8", disable=disable, leave=False) as bar:
+        yield bar.update

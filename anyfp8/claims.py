@@ -1,0 +1,166 @@
+"""`ManifestBuilder`: collects what a dialect finds, and gives every tensor of the checkpoint its owner."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+
+from anyfp8.checkpoint import Checkpoint, TensorRef
+from anyfp8.errors import Problem
+from anyfp8.folding import fold
+from anyfp8.manifest import FLOATS, LayerSpec, Manifest, problem_of
+from anyfp8.numerics import dtype_name
+from anyfp8.scheme import QuantizationScheme
+
+#: leaf names that only quantizers write; anything else is an ordinary tensor
+_SCALE_LEAF = re.compile(
+    r"(weight|input|output|act|activation|k|v|q|kv|prob)_scale(_inv|_2|_ub)?|scale_(weight|input)|_amax"
+    r"|(weight|input|output)_(zero_point|global_scale)"
+)
+_KV_LEAF = re.compile(r"(k|v|q|kv|prob)_scale")
+
+
+class ManifestBuilder:
+    """Collects a dialect's findings and gives every tensor its owner.
+
+    `lenient` is the rule for other producers' files: a scale beside a float weight is a named exception there (the
+    tensors decide). In our own manifest it is unclaimed, hence an error.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dialect: str, evidence: str, *, lenient: bool = True) -> None:
+        self.checkpoint = checkpoint
+        self.dialect, self.evidence, self.lenient = dialect, evidence, lenient
+        self.layers: dict[str, LayerSpec] = {}
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
+        self._owned: set[str] = set()
+
+    def fp8_weights(self) -> dict[str, TensorRef]:
+        """Module path → FP8 tensor, for every `<module>.weight` (or root `weight`) stored in FP8."""
+        found = {}
+        for name, ref in self.checkpoint.tensors.items():
+            module, _, leaf = name.rpartition(".")
+            if ref.is_fp8 and leaf == "weight":
+                found[module] = ref
+        return found
+
+    def problem(self, kind: str, name: str | TensorRef, detail: str) -> None:
+        """Record something that makes the checkpoint unusable."""
+        self.problems.append(Problem(kind, name, detail) if isinstance(name, str) else problem_of(kind, name, detail))
+
+    def refuse(self, module: str, kind: str, detail: str) -> None:
+        """Record why a layer can't be read, and claim its tensors: they need no problem of their own."""
+        self.problem(kind, module, detail)
+        for name in self.checkpoint.tensors:
+            path, _, leaf = name.rpartition(".")
+            if path == module and (leaf == "weight" or _SCALE_LEAF.fullmatch(leaf)):
+                self._owned.add(name)
+
+    def layer(
+        self,
+        module: str,
+        scheme: QuantizationScheme,
+        *,
+        why_static: str,
+        by_class: Mapping[str, QuantizationScheme] | None = None,
+    ) -> None:
+        """Claim `<module>.weight`, `.weight_scale` and (static schemes) `.input_scale` as one quantized layer.
+
+        by_class: schemes that go with the module's class, if the file leaves the choice to it; those that don't fit the
+        tensors drop out. What is missing is recorded as a problem; `why_static` says who claims that the input is static.
+        """
+        tried = {name: self._spec(module, s, why_static) for name, s in (by_class or {}).items()}
+        fitting = {name: found for name, found in tried.items() if isinstance(found, LayerSpec)}
+        result = next(iter(fitting.values())) if fitting else self._spec(module, scheme, why_static)
+        names = [_leaf(module, leaf) for leaf in ("weight", "weight_scale", "input_scale")]
+        self._owned |= set(names if scheme.static else names[:2])
+        if not isinstance(result, LayerSpec):
+            self.problems += result
+            return
+        if any(found != result for found in fitting.values()):
+            result = replace(result, by_class=tuple(fitting.items()))
+        self._owned |= {ref.name for _, found in result.by_class for ref in found.refs} | {r.name for r in result.refs}
+        self.layers[module] = result
+
+    def _spec(self, module: str, scheme: QuantizationScheme, why_static: str) -> LayerSpec | list[Problem]:
+        """The layer read in this scheme, or what keeps it from being read so."""
+        weight, scale, static = (
+            self.checkpoint.tensors.get(_leaf(module, leaf)) for leaf in ("weight", "weight_scale", "input_scale")
+        )
+        static = static if scheme.static else None
+        problems = []
+        if weight is None:
+            detail = "the manifest lists its layer, but it is not in the files"
+            problems.append(Problem("contradiction", _leaf(module, "weight"), detail))
+        elif not weight.is_fp8:
+            return [problem_of("contradiction", weight, f"is {weight.dtype}, the manifest says {scheme.weight_dtype}")]
+        if scale is None:
+            stored = f"is {weight.dtype} in {weight.file}, but has no scale" if weight else "is missing"
+            problems.append(Problem("missing", _leaf(module, "weight_scale"), f"{_leaf(module, 'weight')} {stored}"))
+        if scheme.static and static is None:
+            detail = f"{why_static}, so the input's scale must be in the file"
+            problems.append(Problem("missing", _leaf(module, "input_scale"), detail))
+        if weight is None or scale is None or problems:
+            return problems
+        scheme = scheme.for_rank(len(weight.shape))
+        if self.lenient and scale.dtype in FLOATS:  # other producers store scales in the model's dtype
+            scheme = replace(scheme, scale_dtype=dtype_name(scale.torch_dtype))
+        spec = LayerSpec(module, scheme, weight, scale, static)
+        return spec.header_problems() or spec
+
+    def build(self) -> Manifest:
+        """The manifest, with every tensor that no layer claimed sorted into plain, exceptions or unclaimed."""
+        plain: dict[str, TensorRef] = {}
+        exceptions: dict[str, str] = {}
+        unclaimed: dict[str, str] = {}
+        for name, ref in self.checkpoint.tensors.items():
+            if name in self._owned:
+                continue
+            module, _, leaf = name.rpartition(".")
+            if ref.is_fp8 and not leaf.endswith("zero_point"):
+                looked = f"{name}_scale"
+                unclaimed[name] = f"stored in {ref.dtype}, but no scale explains it (looked for {looked})"
+            elif not _SCALE_LEAF.fullmatch(leaf):
+                plain[name] = ref
+            elif reason := self._exception(module, leaf):
+                exceptions[name] = reason
+            else:
+                unclaimed[name] = "a scale that no layer uses"
+        return Manifest(
+            *(self.dialect, self.evidence, self.checkpoint, self.layers, plain, exceptions, unclaimed),
+            *(tuple(self.problems), tuple(self.notes)),
+        )
+
+    def _exception(self, module: str, leaf: str) -> str | None:
+        if _KV_LEAF.fullmatch(leaf):
+            return "a KV-cache or attention scale: reported, not applied"
+        if leaf.endswith("zero_point") and self.lenient and _all_zero(self.checkpoint.tensors[_leaf(module, leaf)]):
+            return "a zero point of 0 changes nothing"
+        if leaf == "output_scale" and module.rpartition(".")[2] in ("k_proj", "v_proj"):
+            return "a KV-cache scale in its old place: reported, not applied"
+        if leaf == "input_scale_ub":
+            return "an upper bound for input scales, used only while quantizing"
+        if not self.lenient:
+            return None
+        weight = self.checkpoint.tensors.get(f"{module}.weight" if module else "weight")
+        if weight is not None and weight.dtype in FLOATS:
+            return "a scale beside a weight that is stored in float: the weight is taken as it is"
+        if weight is None and leaf in ("input_scale", "output_scale"):
+            return "an activation scale without a quantized weight"
+        return None
+
+
+def _leaf(module: str, leaf: str) -> str:
+    return f"{module}.{leaf}" if module else leaf
+
+
+def _all_zero(ref: TensorRef) -> bool:
+    return not bool(ref.read().view(torch.uint8).count_nonzero())
+
+
+def list_notes(kind: str, names: Iterable[str], what: str) -> str:
+    """One folded sentence for a list of modules, e.g. where lists and tensors disagree."""
+    return f"{kind}: {', '.join(fold(names))} ({what})"

@@ -1,0 +1,301 @@
+"""Where the file's world and the model's world meet. Pure: the model is looked at, never touched."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from anyfp8.checkpoint import TensorRef
+from anyfp8.errors import Problem
+from anyfp8.layers import replacement
+from anyfp8.manifest import LayerSpec, Manifest
+from anyfp8.naming import Rename, find_prefix, renamer
+from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace, Skip, Step
+from anyfp8.replace import ModuleTree, Slot
+from anyfp8.scheme import QuantizationScheme
+
+
+def build_plan(
+    model: nn.Module,
+    manifest: Manifest,
+    *,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+    rename: Rename | None = None,
+    strict: bool = True,
+) -> Plan:
+    """Match a manifest against a model. Nothing is raised for content: see `Plan.problems`."""
+    return _Planner(model, manifest, patterns(include), patterns(exclude), rename, strict).build()
+
+
+def patterns(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    """include or exclude as a tuple of patterns; one pattern may be given alone."""
+    return value if value is None else (value,) if isinstance(value, str) else tuple(value)
+
+
+def selected(names: Iterable[str], include: Sequence[str] | None, exclude: Sequence[str] | None) -> bool:
+    """Is a module (by any of its names) taken by these fnmatch patterns? None includes all, excludes nothing."""
+
+    def hit(found: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in found)
+
+    names = tuple(names)
+    return (include is None or hit(include)) and not hit(exclude or ())
+
+
+def weight_only(scheme: QuantizationScheme) -> QuantizationScheme:
+    """The same weight, with the input left alone."""
+    return replace(scheme, act_dtype=None, act_dynamic=False, act_tile=(-1, -1))
+
+
+class _Planner:
+    def __init__(
+        self,
+        model: nn.Module,
+        manifest: Manifest,
+        include: tuple[str, ...] | None,
+        exclude: tuple[str, ...] | None,
+        rename: Rename | None,
+        strict: bool,
+    ) -> None:
+        self.manifest, self.strict = manifest, strict
+        self.include, self.exclude = include, exclude
+        self.tree = ModuleTree(model)
+        self.steps: list[Step] = []
+        self.problems: list[Problem] = list(manifest.problems)
+        self.notes: list[str] = list(manifest.notes)
+        #: id(slot) → what of the file goes there
+        self.filled: dict[int, LayerSpec | TensorRef] = {}
+        self.hint = ""
+        self.rename = renamer(rename)
+
+    def build(self) -> Plan:
+        self.prefix = find_prefix(self.tree, self._needs(), self.rename)
+        if self.prefix.note:
+            self.notes.append(self.prefix.note)
+        for spec in self.manifest.layers.values():
+            self._layer(spec)
+        for name, ref in self.manifest.plain.items():
+            self._plain(name, ref)
+        self._leftovers()
+        if not self.filled and self.manifest.checkpoint.tensors and not self.problems:
+            detail = "none of its tensors has a place in the model"
+            self.problems.append(Problem("unexpected", self.manifest.checkpoint.name, detail))
+        self._tied()
+        self._missing()
+        self._uninitialised()
+        return Plan(self.manifest, tuple(self.steps), tuple(self.problems), tuple(self.notes), self.tree, self.hint)
+
+    # --- names ---
+    def _needs(self) -> Mapping[str, tuple[int, ...]]:
+        """The tensor names that must have a place in the model, with their shapes."""
+        layers = {_weight_name(spec.name): spec.shape for spec in self.manifest.layers.values()}
+        return layers | {name: ref.shape for name, ref in self.manifest.plain.items()}
+
+    def _slot(self, name: str) -> Slot | None:
+        return self.tree.find(self.prefix(self.rename(name)))
+
+    def _take(self, slot: Slot, owner: LayerSpec | TensorRef) -> bool:
+        """Reserve a slot; False (and maybe a problem) if another tensor of the file has it already."""
+        first = self.filled.setdefault(id(slot), owner)
+        if first is owner:
+            return True
+        if not _agree(first, owner):
+            detail = f"{_name(first)} and {_name(owner)} both belong to it and differ"
+            self.problems.append(Problem("ambiguous", slot.name, detail))
+        else:
+            self.steps.append(Skip(_name(owner), f"the same as {_name(first)}, which goes to the same place"))
+        return False
+
+    # --- steps ---
+    def _layer(self, spec: LayerSpec) -> None:
+        slot = self._slot(_weight_name(spec.name))
+        if slot is None:
+            self._unexpected(_weight_name(spec.name))
+        elif tuple(slot.tensor.shape) != spec.shape:
+            self._mismatched(spec.weight, slot)
+        elif self._take(slot, spec):
+            self._place(slot, spec)
+
+    def _place(self, slot: Slot, spec: LayerSpec, why: str = "") -> None:
+        """Decide how the codes of `spec` live in `slot`."""
+        modules = [name.rpartition(".")[0] for name in slot.names]
+        if spec.by_class:
+            by_class = dict(spec.by_class)
+            chosen = next((by_class[t.__name__] for t in type(slot.owner).__mro__ if t.__name__ in by_class), None)
+            if chosen is None:
+                detail = f"no config group targets its class {type(slot.owner).__name__}"
+                self.problems.append(Problem("unsupported", slot.name, detail))
+                return
+            spec = chosen
+        if not selected(modules, self.include, self.exclude):
+            self.steps.append(Dequantize((slot,), spec, "left out by include/exclude"))
+            return
+        if slot.fp8 is not None and "forward" in slot.owner.__dict__:
+            detail = "its forward was replaced on the instance (a hook of accelerate?): remove that first"
+            self.problems.append(Problem("unsupported", slot.name, detail))
+            return
+        layer, reason = None, f"{slot.leaf} is no layer's weight"
+        if slot.leaf == "weight":
+            layer, reason = replacement(slot.owner)
+        if layer is None:
+            self.steps.append(Parametrize(slot, replace(spec, scheme=weight_only(spec.scheme)), reason))
+            if not spec.scheme.weight_only:
+                self.notes.append(f"{modules[0]}: the input is not quantized ({reason})")
+            return
+        parents = self.tree.parents.get(id(slot.owner), [])
+        if any(isinstance(parent, nn.MultiheadAttention) for parent, _ in parents) and not spec.scheme.weight_only:
+            self.notes.append(f"{modules[0]}: nn.MultiheadAttention reads the weight, so the input is not quantized")
+        if issubclass(layer, nn.Embedding) and not spec.scheme.weight_only:
+            spec, why = replace(spec, scheme=weight_only(spec.scheme), input_scale=None), "indices are not quantized"
+        self.steps.append(Replace(slot, spec, layer, why))
+
+    def _plain(self, name: str, ref: TensorRef) -> None:
+        slot = self._slot(name)
+        if slot is None:
+            self._unexpected(name)
+        elif tuple(slot.tensor.shape) != ref.shape or not _kinds_agree(ref, slot):
+            self._mismatched(ref, slot)
+        elif self._take(slot, ref):
+            self.steps.append(Assign((slot,), ref))
+
+    def _leftovers(self) -> None:
+        """Exceptions and unclaimed tensors; one that the model has under that name is a plain tensor after all."""
+        for table, unclaimed in ((self.manifest.exceptions, False), (self.manifest.unclaimed, True)):
+            for name, reason in table.items():
+                ref = self.manifest.checkpoint.tensors[name]
+                if self._slot(name) is not None and not ref.is_fp8:
+                    self._plain(name, ref)
+                elif unclaimed and (self.strict or ref.is_fp8):
+                    self.problems.append(Problem("unclaimed", name, reason, ref.file))
+                else:
+                    self.steps.append(Skip(name, reason))
+
+    def _tied(self) -> None:
+        """Tensors that the model ties: one in the file serves all; two that differ can't both be right."""
+        for group in self.tree.tied():
+            if len(group) == 1:
+                continue
+            steps = {id(slot): step for step in self.steps for slot in _slots(step)}
+            assigned = [s for s in group if isinstance(steps.get(id(s)), Assign)]
+            quantized = [s for s in group if isinstance(steps.get(id(s)), (Replace, Parametrize, Dequantize))]
+            empty = [s for s in group if id(s) not in self.filled]
+            if assigned:
+                self._assign_tied(assigned, empty, steps)
+            elif quantized and empty:
+                self._share_codes(quantized[0], steps[id(quantized[0])], empty)
+
+    def _assign_tied(self, assigned: list[Slot], empty: list[Slot], steps: Mapping[int, Step]) -> None:
+        first = steps[id(assigned[0])]
+        assert isinstance(first, Assign)
+        for slot in assigned[1:]:
+            other = steps[id(slot)]
+            assert isinstance(other, Assign)
+            self.steps.remove(other)
+            if not _same(first.ref, other.ref):
+                detail = f"the model ties it to {assigned[0].name}, but the file has different values for them"
+                self.problems.append(Problem("ambiguous", slot.name, detail))
+        self.steps[self.steps.index(first)] = Assign((*assigned, *empty), first.ref)
+        self.filled |= {id(slot): first.ref for slot in empty}
+
+    def _share_codes(self, owner: Slot, step: Step, empty: list[Slot]) -> None:
+        assert isinstance(step, (Replace, Parametrize, Dequantize))
+        self.filled |= {id(slot): step.spec for slot in empty}
+        if isinstance(step, Dequantize):
+            self.steps[self.steps.index(step)] = replace(step, slots=(*step.slots, *empty))
+            return
+        shared = replace(step.spec, scheme=weight_only(step.spec.scheme), input_scale=None)
+        for slot in empty:
+            self._place(slot, shared, f"tied to {owner.name}")
+
+    # --- problems ---
+    def _unexpected(self, name: str) -> None:
+        ref = self.manifest.checkpoint.tensors[name]
+        if self.strict:
+            self.problems.append(Problem("unexpected", name, file=ref.file))
+            if not self.hint:
+                close = difflib.get_close_matches(self.prefix(self.rename(name)), self.tree.slots, 1)
+                self.hint = f"Closest name in the model to {name}: {close[0]}" if close else ""
+        else:
+            self.steps.append(Skip(name, "not in the model (strict=False)"))
+
+    def _mismatched(self, ref: TensorRef, slot: Slot) -> None:
+        kind = str(slot.tensor.dtype).removeprefix("torch.")
+        detail = f"{ref.dtype} {list(ref.shape)}, but {slot.name} of the model is {kind} {list(slot.tensor.shape)}"
+        self.problems.append(Problem("mismatched", ref.name, detail, ref.file))
+
+    def _missing(self) -> None:
+        # a tensor that the file has but that can't be used has a problem of its own already
+        stored = {id(slot) for name in self.manifest.checkpoint.tensors if (slot := self._slot(name))}
+        broken = {problem.name for problem in self.manifest.problems}
+        for slot in self.tree.unique_slots():
+            if id(slot) in self.filled or id(slot) in stored or slot.name in broken:
+                continue
+            if slot.leaf == "num_batches_tracked":  # counts training steps; never read in inference
+                if slot.tensor.is_meta:
+                    self.steps.append(Assign((slot,), _zero_count(slot)))
+                continue
+            if self.strict or slot.tensor.is_meta:
+                self.problems.append(Problem("missing" if self.strict else "meta", slot.name))
+            else:
+                self.steps.append(Skip(slot.name, "not in the checkpoint (strict=False): left as it was"))
+
+    def _uninitialised(self) -> None:
+        for name in self.tree.lazy:
+            self.problems.append(Problem("unsupported", name, "has no shape yet: run the model once before loading"))
+        for name, (owner, _) in self.tree.meta_buffers.items():
+            if not callable(getattr(owner, "init_non_persistent_buffers", None)):
+                detail = "a non-persistent buffer, which no checkpoint holds; build the model on a real device, or "
+                detail += f"give {type(owner).__name__} a method init_non_persistent_buffers()"
+                self.problems.append(Problem("meta", name, detail))
+
+
+def _slots(step: Step) -> tuple[Slot, ...]:
+    if isinstance(step, Skip):
+        return ()
+    return step.slots if isinstance(step, (Assign, Dequantize)) else (step.slot,)
+
+
+def _weight_name(module: str) -> str:
+    return f"{module}.weight" if module else "weight"
+
+
+def _name(owner: LayerSpec | TensorRef) -> str:
+    return owner.name if isinstance(owner, TensorRef) else _weight_name(owner.name)
+
+
+def _kinds_agree(ref: TensorRef, slot: Slot) -> bool:
+    """May the stored dtype be converted to the model's? Between floats, or without loss; never across kinds."""
+    stored = ref.torch_dtype
+    if slot.fp8 is not None:
+        return stored.is_floating_point
+    wanted = slot.tensor.dtype
+    if stored.is_floating_point or wanted.is_floating_point or stored == wanted:
+        return stored.is_floating_point == wanted.is_floating_point
+    if stored.is_complex or wanted.is_complex or torch.bool in (stored, wanted):
+        return stored.is_complex and wanted.is_complex
+    value, limits = ref.read(), torch.iinfo(wanted)
+    return not value.numel() or limits.min <= int(value.min()) <= int(value.max()) <= limits.max
+
+
+def _agree(a: LayerSpec | TensorRef, b: LayerSpec | TensorRef) -> bool:
+    """Do two owners of one place say the same, with all that belongs to them?"""
+    if isinstance(a, TensorRef) or isinstance(b, TensorRef):
+        return isinstance(a, TensorRef) and isinstance(b, TensorRef) and _same(a, b)
+    return a.scheme == b.scheme and len(a.refs) == len(b.refs) and all(map(_same, a.refs, b.refs))
+
+
+def _same(a: TensorRef, b: TensorRef) -> bool:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    left, right = a.read().contiguous(), b.read().contiguous()
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+
+
+def _zero_count(slot: Slot) -> TensorRef:
+    return TensorRef(slot.name, "nothing", "I64", (), torch.zeros((), dtype=torch.int64))
