@@ -17,6 +17,7 @@ from anyfp8.manifest import LayerSpec
 from anyfp8.numerics import dequantize
 from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace
 from anyfp8.replace import ModuleTree, Slot, swap
+from anyfp8.sources import Codes
 
 
 def apply_plan(
@@ -44,16 +45,13 @@ class _Applier:
     def build_layers(self, backend: str) -> None:
         """Make the FP8 layers, and the float layers where an FP8 one gets float weights."""
         refusals: dict[str, str] = {}
-        shared: dict[str, tuple[Tensor, Tensor, Tensor | None]] = {}  # tied layers share their bytes
+        shared: dict[Codes, dict[str, Tensor]] = {}  # tied layers share their bytes
         for step in self.plan.of(Replace):
             spec: LayerSpec = step.spec
-            if spec.weight.name not in shared:
-                where, static = self._target(step.slot), spec.read_input_scale()
-                codes, scale = spec.read_codes().to(where), spec.read_weight_scale().to(where)
-                shared[spec.weight.name] = (codes, scale, None if static is None else static.to(where))
-            codes, scale, static = shared[spec.weight.name]
-            static = static if spec.scheme.static else None
-            layer = step.layer.from_codes(step.slot.owner, spec.scheme, codes, scale, static, dtype=self.dtype)
+            values = self._read(spec, step.slot)
+            values |= {name: value for name, value in shared.get(spec.codes, {}).items() if name in values}
+            shared.setdefault(spec.codes, values)
+            layer = step.layer.from_codes(step.slot.owner, spec.scheme, values, dtype=self.dtype)
             # rows of an embedding are looked up, whatever the backend
             chosen, why = layer.candidate("auto" if isinstance(layer, nn.Embedding) else backend)
             if chosen is None:
@@ -66,7 +64,7 @@ class _Applier:
         for kind in (Assign, Dequantize):
             for slot in (slot for step in self.plan.of(kind) for slot in step.slots):
                 if isinstance(slot.fp8, FP8Layer):
-                    empty = torch.empty(slot.tensor.shape, dtype=self._dtype(slot), device="meta")
+                    empty = torch.empty(slot.shape, dtype=self._dtype(slot), device="meta")
                     self.twins[slot.fp8] = slot.fp8.to_float(empty)
 
     # --- the change ---
@@ -81,13 +79,16 @@ class _Applier:
             self._assign(step.slots, _decoded(step.spec, self._dtype(step.slot)))
             advance(step.spec.nbytes)
         for step in self.plan.of(Parametrize):
-            spec, slot, where = step.spec, step.slot, self._target(step.slot)
-            codes, scale = spec.read_codes().to(where), spec.read_weight_scale().to(where)
-            parametrize_codes(slot.owner, slot.leaf, spec.scheme, codes, scale, self._dtype(slot))
-            advance(spec.nbytes)
+            slot = step.slot
+            parametrize_codes(slot.owner, slot.leaf, step.spec.scheme, self._read(step.spec, slot), self._dtype(slot))
+            advance(step.spec.nbytes)
         if self.device is not None:
             root.to(self.device)  # what the checkpoint doesn't hold: non-persistent buffers
         return root
+
+    def _read(self, spec: LayerSpec, slot: Slot) -> dict[str, Tensor]:
+        where = self._target(slot)
+        return {name: value.to(where) for name, value in spec.read().items()}
 
     def _target(self, slot: Slot) -> torch.device:
         return self.device or (torch.device("cpu") if slot.tensor.is_meta else slot.tensor.device)
@@ -125,7 +126,10 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def _decoded(spec: LayerSpec, dtype: torch.dtype) -> Tensor:
-    return dequantize(spec.read_codes(), spec.read_weight_scale(), spec.scheme.weight_dtype, spec.scheme.tile, dtype)
+    values, scheme = spec.read(), spec.scheme
+    zero_point = values.get("weight_zero_point")
+    codes, scale = values["weight_codes"], values["weight_scale"]
+    return dequantize(codes, scale, scheme.weight_dtype, scheme.tile, dtype, zero_point)
 
 
 def _fill_meta_buffers(tree: ModuleTree, device: torch.device | None) -> None:

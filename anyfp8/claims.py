@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from anyfp8.checkpoint import Checkpoint, TensorRef
 from anyfp8.errors import Problem
 from anyfp8.folding import fold
-from anyfp8.manifest import FLOATS, LayerSpec, Manifest, problem_of
+from anyfp8.manifest import LayerSpec, Manifest
 from anyfp8.numerics import dtype_name
 from anyfp8.scheme import QuantizationScheme
+from anyfp8.sources import FLOATS, Codes, Scale, problem_of
 
 #: leaf names that only quantizers write; anything else is an ordinary tensor
 _SCALE_LEAF = re.compile(
@@ -59,57 +61,90 @@ class ManifestBuilder:
             if path == module and (leaf == "weight" or _SCALE_LEAF.fullmatch(leaf)):
                 self._owned.add(name)
 
+    def find(self, module: str, *leaves: str) -> TensorRef | None:
+        """The first of `<module>.<leaf>` that the checkpoint has."""
+        tensors = self.checkpoint.tensors
+        return next((tensors[name] for leaf in leaves if (name := _leaf(module, leaf)) in tensors), None)
+
+    def claim(self, *refs: TensorRef | None) -> None:
+        """Say that these tensors have an owner."""
+        self._owned |= {ref.name for ref in refs if ref is not None}
+
     def layer(
         self,
         module: str,
         scheme: QuantizationScheme,
         *,
-        why_static: str,
+        codes: Codes | None = None,
+        scale: Scale | None = None,
+        input_scale: Scale | None = None,
+        extras: Mapping[str, Scale] | None = None,
+        why_static: str = "the manifest says that the input is static",
         by_class: Mapping[str, QuantizationScheme] | None = None,
     ) -> None:
-        """Claim `<module>.weight`, `.weight_scale` and (static schemes) `.input_scale` as one quantized layer.
+        """Claim the tensors of one quantized layer, and check them as far as headers tell.
 
-        by_class: schemes that go with the module's class, if the file leaves the choice to it; those that don't fit the
-        tensors drop out. What is missing is recorded as a problem; `why_static` says who claims that the input is static.
+        codes, scale, input_scale, extras: where they are; by default `<module>.weight`, `.weight_scale`,
+        `.input_scale` and the names in `scheme.extras`. Only what the scheme needs is claimed; what is missing becomes a problem.
+        why_static: who claims that the input is static. by_class: schemes that go with the module's class, if the file
+        leaves the choice to it; those that don't fit the tensors drop out.
         """
-        tried = {name: self._spec(module, s, why_static) for name, s in (by_class or {}).items()}
+        given = (codes, scale, input_scale, extras or {})
+        tried = {name: self._spec(module, s, given, why_static) for name, s in (by_class or {}).items()}
         fitting = {name: found for name, found in tried.items() if isinstance(found, LayerSpec)}
-        result = next(iter(fitting.values())) if fitting else self._spec(module, scheme, why_static)
-        names = [_leaf(module, leaf) for leaf in ("weight", "weight_scale", "input_scale")]
-        self._owned |= set(names if scheme.static else names[:2])
+        result = next(iter(fitting.values())) if fitting else self._spec(module, scheme, given, why_static)
+        needed = ["weight", "weight_scale", *(["input_scale"] if scheme.needs_input_scale else []), *scheme.extras]
+        self.claim(*(self.find(module, leaf) for leaf in needed), None if codes is None else codes.ref)
+        for source in (scale, input_scale, *(extras or {}).values()):
+            self.claim(*(source.refs if source else ()))
         if not isinstance(result, LayerSpec):
             self.problems += result
             return
         if any(found != result for found in fitting.values()):
             result = replace(result, by_class=tuple(fitting.items()))
-        self._owned |= {ref.name for _, found in result.by_class for ref in found.refs} | {r.name for r in result.refs}
+        for spec in (result, *(found for _, found in result.by_class)):
+            self.claim(*spec.refs)
         self.layers[module] = result
 
-    def _spec(self, module: str, scheme: QuantizationScheme, why_static: str) -> LayerSpec | list[Problem]:
+    def _spec(self, module: str, scheme: QuantizationScheme, given: Any, why_static: str) -> LayerSpec | list[Problem]:
         """The layer read in this scheme, or what keeps it from being read so."""
-        weight, scale, static = (
-            self.checkpoint.tensors.get(_leaf(module, leaf)) for leaf in ("weight", "weight_scale", "input_scale")
-        )
-        static = static if scheme.static else None
+        codes, scale, input_scale, extras = given
+        weight = self.find(module, "weight") if codes is None else codes.ref
         problems = []
         if weight is None:
             detail = "the manifest lists its layer, but it is not in the files"
             problems.append(Problem("contradiction", _leaf(module, "weight"), detail))
-        elif not weight.is_fp8:
+        elif weight.dtype in FLOATS:
             return [problem_of("contradiction", weight, f"is {weight.dtype}, the manifest says {scheme.weight_dtype}")]
+        if scale is None:
+            scale = self._scale(module, "weight_scale", scheme.scale_dtype)
         if scale is None:
             stored = f"is {weight.dtype} in {weight.file}, but has no scale" if weight else "is missing"
             problems.append(Problem("missing", _leaf(module, "weight_scale"), f"{_leaf(module, 'weight')} {stored}"))
-        if scheme.static and static is None:
+        if not scheme.needs_input_scale:
+            input_scale = None
+        elif input_scale is None and (input_scale := self._scale(module, "input_scale")) is None:
             detail = f"{why_static}, so the input's scale must be in the file"
             problems.append(Problem("missing", _leaf(module, "input_scale"), detail))
+        found: list[tuple[str, Scale]] = []
+        for name in scheme.extras:
+            if source := extras.get(name) or self._scale(module, name):
+                found.append((name, source))
+            else:
+                problems.append(Problem("missing", _leaf(module, name), f"its scheme ({scheme}) needs it"))
         if weight is None or scale is None or problems:
             return problems
-        scheme = scheme.for_rank(len(weight.shape))
-        if self.lenient and scale.dtype in FLOATS:  # other producers store scales in the model's dtype
-            scheme = replace(scheme, scale_dtype=dtype_name(scale.torch_dtype))
-        spec = LayerSpec(module, scheme, weight, scale, static)
+        codes = codes or Codes(weight, scheme.weight_dtype)
+        scheme = scheme.for_rank(len(codes.shape))
+        if self.lenient and scale.encoding == "float":  # other producers store scales in the model's dtype
+            scheme = replace(scheme, scale_dtype=dtype_name(scale.ref.torch_dtype))
+        spec = LayerSpec(module, scheme, codes, scale, input_scale, tuple(found))
         return spec.header_problems() or spec
+
+    def _scale(self, module: str, leaf: str, dtype: str = "float32") -> Scale | None:
+        encoding = {"float8_e8m0fnu": "e8m0", "float8_e5m3": "e5m3"}.get(dtype, "float")
+        ref = self.find(module, leaf)
+        return None if ref is None else Scale(ref, encoding)
 
     def build(self) -> Manifest:
         """The manifest, with every tensor that no layer claimed sorted into plain, exceptions or unclaimed."""

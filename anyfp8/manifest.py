@@ -3,117 +3,114 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from anyfp8.checkpoint import Checkpoint, TensorRef
 from anyfp8.errors import Problem
 from anyfp8.folding import fold
-from anyfp8.numerics import count_nonfinite, dtype_name, grid_shape
+from anyfp8.numerics import count_nonfinite, grid_shape
 from anyfp8.scheme import QuantizationScheme
-
-#: dtype words that scales and plain weights are stored in
-FLOATS = ("F64", "F32", "F16", "BF16")
+from anyfp8.sources import Codes, Scale, problem_of
 
 
 @dataclass(frozen=True)
 class LayerSpec:
     """One quantized layer in the file's names: its scheme and where its codes and scales are.
 
-    name: module path. weight: the codes, shape as the module's weight. weight_scale: stored scales, in any shape that
-    says the scheme's grid. input_scale: one value, for static schemes. by_class: where the file lets the module's class
-    decide, class name → spec; the first one in the class's MRO counts, and this spec is only the likeliest.
+    name: module path. param: which of its parameters. codes: the weight. scale: its scales, in any shape that says the
+    scheme's grid. input_scale: one value, for static schemes (and NVFP4's outer one). extras: further tensors that the
+    scheme names (`QuantizationScheme.extras`). by_class: where the file lets the module's class decide, class name →
+    spec; the first one in the class's MRO counts, and this spec is only the likeliest.
     """
 
     name: str
     scheme: QuantizationScheme
-    weight: TensorRef
-    weight_scale: TensorRef
-    input_scale: TensorRef | None = None
+    codes: Codes
+    scale: Scale
+    input_scale: Scale | None = None
+    extras: tuple[tuple[str, Scale], ...] = ()
+    param: str = "weight"
     by_class: tuple[tuple[str, LayerSpec], ...] = ()
+
+    @property
+    def weight(self) -> TensorRef:
+        """The tensor that holds the codes."""
+        return self.codes.ref
+
+    @property
+    def weight_name(self) -> str:
+        """Full name of the parameter that the codes are for."""
+        return f"{self.name}.{self.param}" if self.name else self.param
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the weight."""
-        return self.weight.shape
+        return self.codes.shape
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Shape of its scales."""
+        return grid_shape(self.shape, self.scheme.tile)
+
+    @property
+    def scales(self) -> tuple[tuple[str, Scale, tuple[int, ...]], ...]:
+        """Name, source and grid of every scale and zero point."""
+        found: list[tuple[str, Scale, tuple[int, ...]]] = [("weight_scale", self.scale, self.grid)]
+        if self.input_scale is not None:
+            found.append(("input_scale", self.input_scale, (1,)))
+        return (*found, *((n, s, self.grid if n == "weight_zero_point" else (1,)) for n, s in self.extras))
 
     @property
     def refs(self) -> tuple[TensorRef, ...]:
         """All tensors of the file that this layer owns."""
-        refs = (self.weight, self.weight_scale, self.input_scale)
-        return tuple(ref for ref in refs if ref is not None)
+        return (self.weight, *(ref for _, scale, _ in self.scales for ref in scale.refs))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of them."""
         return sum(ref.nbytes for ref in self.refs)
 
-    def read_codes(self) -> Tensor:
-        """The codes as uint8, shape `self.shape`; the file's own bytes, mapped."""
-        return self.weight.read().view(torch.uint8)
+    def read(self) -> dict[str, Tensor]:
+        """Everything as it is inside: `weight_codes` (uint8), and `weight_scale`, `input_scale` ... (float32)."""
+        return {"weight_codes": self.codes.read()} | {name: scale.read(grid) for name, scale, grid in self.scales}
 
-    def read_weight_scale(self) -> Tensor:
-        """The scales as float32 multipliers, shape `grid_shape(self.shape, tile)`."""
-        return self.weight_scale.read().float().reshape(grid_shape(self.shape, self.scheme.tile))
-
-    def read_input_scale(self) -> Tensor | None:
-        """The input's scale as a float32 multiplier of shape (1,), or None if the scheme isn't static."""
-        return None if self.input_scale is None else self.input_scale.read().float().reshape(1)
+    def weight_only(self) -> LayerSpec:
+        """The same weight, with input and output left alone."""
+        extras = tuple(pair for pair in self.extras if pair[0] == "weight_zero_point")
+        return replace(self, scheme=self.scheme.weight_only_twin(), input_scale=None, extras=extras)
 
     def header_problems(self) -> list[Problem]:
         """What is wrong with dtypes and shapes, as far as the headers tell."""
-        found = []
-        stored, scheme = dtype_name(self.weight.torch_dtype), self.scheme
-        if stored != scheme.weight_dtype:
-            found.append(problem_of("mismatched", self.weight, f"is {stored}, the manifest says {scheme.weight_dtype}"))
-        for ref in self.refs[1:]:
-            if ref.dtype not in FLOATS:
-                found.append(problem_of("mismatched", ref, f"a scale can't be {ref.dtype}"))
-        if len(scheme.tile) != len(self.shape):
-            detail = f"the manifest's tile {list(scheme.tile)} has another rank than the shape {list(self.shape)}"
+        found = [problem] if (problem := self.codes.problem()) else []
+        if len(self.scheme.tile) != len(self.shape):
+            detail = f"the manifest's tile {list(self.scheme.tile)} has another rank than the shape {list(self.shape)}"
             return [*found, problem_of("mismatched", self.weight, detail)]
-        grid = grid_shape(self.shape, scheme.tile)
-        if not _says_grid(self.weight_scale.shape, grid):
-            detail = f"shape {list(self.weight_scale.shape)}, but tile {list(scheme.tile)} over a weight of shape "
-            detail += f"{list(self.shape)} needs {list(grid)}"
-            found.append(problem_of("mismatched", self.weight_scale, detail))
-        if self.input_scale is not None and self.input_scale.shape not in ((), (1,), (1, 1)):
-            detail = f"shape {list(self.input_scale.shape)}, but a static input has one scale"
-            found.append(problem_of("mismatched", self.input_scale, detail))
+        what = f"tile {list(self.scheme.tile)} over a weight of shape {list(self.shape)}"
+        for _, scale, grid in self.scales:
+            found += scale.problems(grid, "a static input's scale" if grid == (1,) else what)
         return found
 
     def value_problems(self) -> list[Problem]:
-        """What is wrong with the values: NaN codes, scales that are NaN, infinite, negative, or zero for the input."""
+        """What is wrong with the values: NaN or infinite codes; scales that are NaN, infinite, negative, or zero where
+        something is divided by them."""
         found = []
-        if bad := count_nonfinite(self.read_codes(), self.scheme.weight_dtype):
+        values = self.read()
+        if bad := count_nonfinite(values["weight_codes"], self.scheme.weight_dtype):
             found.append(problem_of("invalid", self.weight, f"{bad} of its codes are NaN or infinite"))
-        for ref, scale in ((self.weight_scale, self.read_weight_scale()), (self.input_scale, self.read_input_scale())):
-            if ref is None or scale is None:
+        for name, scale, _ in self.scales:
+            value = values[name]
+            if not bool(value.isfinite().all()):
+                found.append(problem_of("invalid", scale.ref, "holds NaN or infinite scales"))
+            elif name.endswith("zero_point"):
                 continue
-            if not bool(scale.isfinite().all()):
-                found.append(problem_of("invalid", ref, "holds NaN or infinite scales"))
-            elif bool((scale < 0).any()):
-                found.append(problem_of("invalid", ref, "holds negative scales"))
-            elif ref is self.input_scale and bool((scale == 0).any()):
-                found.append(problem_of("invalid", ref, "is 0, and inputs are divided by it"))
+            elif bool((value < 0).any()):
+                found.append(problem_of("invalid", scale.ref, "holds negative scales"))
+            elif name != "weight_scale" and bool((value == 0).any()):
+                found.append(problem_of("invalid", scale.ref, "is 0, and values are divided by it"))
         return found
-
-
-def problem_of(kind: str, ref: TensorRef, detail: str) -> Problem:
-    """A problem of a stored tensor."""
-    return Problem(kind, ref.name, detail, ref.file)
-
-
-def _says_grid(stored: tuple[int, ...], grid: tuple[int, ...]) -> bool:
-    """Can a scale of shape `stored` only mean this grid? Sizes of 1 may be missing or extra, order may not change."""
-    squeezed = [n for n in grid if n != 1]
-    if len(stored) == len(grid):  # a transposed [1, N] beside a [N, 1] grid has the right count but the wrong meaning
-        return stored == grid or (not squeezed and set(stored) == {1})
-    flat = torch.Size(grid).numel()
-    return [n for n in stored if n != 1] == squeezed or (len(stored) == 1 and stored[0] == flat)
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,7 @@ class Manifest:
             "evidence": self.evidence,
             "layer_config": {name: spec.scheme.to_dict() for name, spec in self.layers.items()},
             "scales": {
-                name: {"weight_scale": list(s.weight_scale.shape), "input_scale": s.input_scale is not None}
+                name: {kind: {"dtype": scale.ref.dtype, "shape": list(scale.shape)} for kind, scale, _ in s.scales}
                 for name, s in self.layers.items()
             },
             "plain": sorted(self.plain),
@@ -177,8 +174,8 @@ class Manifest:
         )
         lines += [f"  {scheme}: {', '.join(names)}" for scheme, names in by_scheme(self.layer_config).items()]
         scales: dict[str, int] = {}
-        for ref in (ref for spec in self.layers.values() for ref in spec.refs[1:]):
-            kind = f"{ref.name.rpartition('.')[2]} {ref.dtype}"
+        for kind, scale, _ in (found for spec in self.layers.values() for found in spec.scales):
+            kind = f"{kind} {scale.ref.dtype}"
             scales[kind] = scales.get(kind, 0) + 1
         lines += [f"  scales: {', '.join(f'{count} {kind}' for kind, count in scales.items())}"] * bool(scales)
         for title, table in (

@@ -88,7 +88,7 @@ def _complete(tree: ModuleTree, names: Mapping[str, tuple[int, ...]], prefix: Pr
     filled: set[int] = set()
     for name, shape in names.items():
         slot = tree.find(prefix(name))
-        if slot is None or tuple(slot.tensor.shape) != shape:
+        if slot is None or slot.shape != shape:
             return False
         filled.add(id(slot.tensor))
     return all(id(s.tensor) in filled or s.leaf == "num_batches_tracked" for s in tree.unique_slots())

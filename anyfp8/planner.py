@@ -17,7 +17,6 @@ from anyfp8.manifest import LayerSpec, Manifest
 from anyfp8.naming import Rename, find_prefix, renamer
 from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace, Skip, Step
 from anyfp8.replace import ModuleTree, Slot
-from anyfp8.scheme import QuantizationScheme
 
 
 def build_plan(
@@ -46,11 +45,6 @@ def selected(names: Iterable[str], include: Sequence[str] | None, exclude: Seque
 
     names = tuple(names)
     return (include is None or hit(include)) and not hit(exclude or ())
-
-
-def weight_only(scheme: QuantizationScheme) -> QuantizationScheme:
-    """The same weight, with the input left alone."""
-    return replace(scheme, act_dtype=None, act_dynamic=False, act_tile=(-1, -1))
 
 
 class _Planner:
@@ -94,7 +88,7 @@ class _Planner:
     # --- names ---
     def _needs(self) -> Mapping[str, tuple[int, ...]]:
         """The tensor names that must have a place in the model, with their shapes."""
-        layers = {_weight_name(spec.name): spec.shape for spec in self.manifest.layers.values()}
+        layers = {spec.weight_name: spec.shape for spec in self.manifest.layers.values()}
         return layers | {name: ref.shape for name, ref in self.manifest.plain.items()}
 
     def _slot(self, name: str) -> Slot | None:
@@ -114,10 +108,10 @@ class _Planner:
 
     # --- steps ---
     def _layer(self, spec: LayerSpec) -> None:
-        slot = self._slot(_weight_name(spec.name))
+        slot = self._slot(spec.weight_name)
         if slot is None:
-            self._unexpected(_weight_name(spec.name))
-        elif tuple(slot.tensor.shape) != spec.shape:
+            self._unexpected(spec.weight_name)
+        elif slot.shape != spec.shape:
             self._mismatched(spec.weight, slot)
         elif self._take(slot, spec):
             self._place(slot, spec)
@@ -144,7 +138,7 @@ class _Planner:
         if slot.leaf == "weight":
             layer, reason = replacement(slot.owner)
         if layer is None:
-            self.steps.append(Parametrize(slot, replace(spec, scheme=weight_only(spec.scheme)), reason))
+            self.steps.append(Parametrize(slot, spec.weight_only(), reason))
             if not spec.scheme.weight_only:
                 self.notes.append(f"{modules[0]}: the input is not quantized ({reason})")
             return
@@ -152,14 +146,14 @@ class _Planner:
         if any(isinstance(parent, nn.MultiheadAttention) for parent, _ in parents) and not spec.scheme.weight_only:
             self.notes.append(f"{modules[0]}: nn.MultiheadAttention reads the weight, so the input is not quantized")
         if issubclass(layer, nn.Embedding) and not spec.scheme.weight_only:
-            spec, why = replace(spec, scheme=weight_only(spec.scheme), input_scale=None), "indices are not quantized"
+            spec, why = spec.weight_only(), "indices are not quantized"
         self.steps.append(Replace(slot, spec, layer, why))
 
     def _plain(self, name: str, ref: TensorRef) -> None:
         slot = self._slot(name)
         if slot is None:
             self._unexpected(name)
-        elif tuple(slot.tensor.shape) != ref.shape or not _kinds_agree(ref, slot):
+        elif slot.shape != ref.shape or not _kinds_agree(ref, slot):
             self._mismatched(ref, slot)
         elif self._take(slot, ref):
             self.steps.append(Assign((slot,), ref))
@@ -209,7 +203,7 @@ class _Planner:
         if isinstance(step, Dequantize):
             self.steps[self.steps.index(step)] = replace(step, slots=(*step.slots, *empty))
             return
-        shared = replace(step.spec, scheme=weight_only(step.spec.scheme), input_scale=None)
+        shared = step.spec.weight_only()
         for slot in empty:
             self._place(slot, shared, f"tied to {owner.name}")
 
@@ -226,7 +220,7 @@ class _Planner:
 
     def _mismatched(self, ref: TensorRef, slot: Slot) -> None:
         kind = str(slot.tensor.dtype).removeprefix("torch.")
-        detail = f"{ref.dtype} {list(ref.shape)}, but {slot.name} of the model is {kind} {list(slot.tensor.shape)}"
+        detail = f"{ref.dtype} {list(ref.shape)}, but {slot.name} of the model is {kind} {list(slot.shape)}"
         self.problems.append(Problem("mismatched", ref.name, detail, ref.file))
 
     def _missing(self) -> None:
@@ -261,12 +255,8 @@ def _slots(step: Step) -> tuple[Slot, ...]:
     return step.slots if isinstance(step, (Assign, Dequantize)) else (step.slot,)
 
 
-def _weight_name(module: str) -> str:
-    return f"{module}.weight" if module else "weight"
-
-
 def _name(owner: LayerSpec | TensorRef) -> str:
-    return owner.name if isinstance(owner, TensorRef) else _weight_name(owner.name)
+    return owner.name if isinstance(owner, TensorRef) else owner.weight_name
 
 
 def _kinds_agree(ref: TensorRef, slot: Slot) -> bool:

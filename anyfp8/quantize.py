@@ -14,7 +14,7 @@ from anyfp8.errors import CalibrationError
 from anyfp8.folding import fold
 from anyfp8.layers import LAYERS, FP8Layer, replacement
 from anyfp8.numerics import FORMATS
-from anyfp8.planner import patterns, selected, weight_only
+from anyfp8.planner import patterns, selected
 from anyfp8.replace import ModuleTree, swap
 from anyfp8.report import attach_report
 from anyfp8.scheme import QuantizationScheme
@@ -104,7 +104,7 @@ def _choose(
 def _scheme_for(module: nn.Module, scheme: QuantizationScheme) -> QuantizationScheme:
     weight = module.get_parameter("weight")
     if isinstance(module, nn.Embedding):
-        scheme = weight_only(scheme)
+        scheme = scheme.weight_only_twin()
     elif weight.dim() > 2 and scheme.act_dynamic:
         scheme = QuantizationScheme.from_dict(dict(scheme) | {"act_tile": (-1, -1)})
     return scheme.for_rank(weight.dim())

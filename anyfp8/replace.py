@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from anyfp8.layers import DecodedParameter, FP8Layer
-from anyfp8.layers.storage import FP8Storage
+from anyfp8.layers.storage import STORED, FP8Storage
 
 #: child names that torch's wrappers put between a module and its own names
 _ALWAYS_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -37,6 +37,11 @@ class Slot:
     def name(self) -> str:
         """The first of its names."""
         return self.names[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the values, [out, in, ...]."""
+        return tuple(self.tensor.shape) if self.fp8 is None else self.fp8.weight_shape
 
 
 class ModuleTree:
@@ -103,7 +108,7 @@ def _slots(module: nn.Module) -> Iterator[Slot]:
     hidden = set(module._non_persistent_buffers_set)
     decoders = _decoders(module)
     if isinstance(module, FP8Layer):
-        hidden |= {"weight_codes", "weight_scale", "input_scale"}
+        hidden |= set(STORED)
         decoders["weight"] = module
     for leaf, storage in decoders.items():
         yield Slot(module, leaf, storage.weight_codes, True, storage)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from anyfp8.dialects import anyfp8_json
 from anyfp8.errors import AnyFP8Error
 from anyfp8.layers import LAYERS
-from anyfp8.layers.storage import FP8Storage
+from anyfp8.layers.storage import STORED, FP8Storage
 from anyfp8.numerics import FORMATS
 from anyfp8.replace import ModuleTree
 from anyfp8.scheme import QuantizationScheme
@@ -86,10 +86,10 @@ def _store(
 ) -> None:
     prefix = f"{path}." if path else ""
     tensors[f"{prefix}weight"] = layer.weight_codes.view(FORMATS[layer.scheme.weight_dtype].dtype)
-    scale = layer.weight_scale
-    tensors[f"{prefix}weight_scale"] = (scale.reshape(1) if scale.numel() == 1 else scale).clone()
-    if layer.input_scale is not None:
-        tensors[f"{prefix}input_scale"] = layer.input_scale.clone()
+    for name in STORED[1:]:
+        value = layer._buffers[name]
+        if value is not None:
+            tensors[f"{prefix}{name}"] = (value.reshape(1) if value.numel() == 1 else value).clone()
     layer_config[path] = replace(layer.scheme, scale_dtype="float32")
 
 

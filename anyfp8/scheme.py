@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from anyfp8.errors import SchemeError
 
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-SCALE_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e8m0fnu")
+WEIGHT_DTYPES = (*FP8_DTYPES, "float6_e2m3fn", "float4_e2m1fn")
+SCALE_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e8m0fnu", "float8_e4m3fn", "float8_e5m3")
+#: how the scale of a dynamic input is formed; see `numerics.dynamic_scale`
+ACT_SCALES = ("float32", "e8m0_floor", "e8m0_even", "e8m0_ceil", "e4m3", "e5m3")
 
 Tile = tuple[int, ...]
 
@@ -18,7 +21,7 @@ Tile = tuple[int, ...]
 class QuantizationScheme(Mapping[str, Any]):
     """How one layer is quantized. `real = code × scale`, always.
 
-    weight_dtype: dtype of the stored codes, one of `FP8_DTYPES`.
+    weight_dtype: dtype of the stored codes, one of `WEIGHT_DTYPES` (FP6 and FP4 are packed into bytes).
     tile: the shape of the patch of weight that shares one scale; −1 is the whole axis. Tensor (−1, −1), output channel
         (1, −1), group (1, g), block (128, 128), convolution per channel (1, −1, −1, −1). Edge tiles are clipped.
     scale_dtype: dtype of the stored scales (in memory they are float32).
@@ -26,6 +29,11 @@ class QuantizationScheme(Mapping[str, Any]):
     act_dynamic: True: the input's scale is computed at each call. False: it is the file's `input_scale`.
     act_tile: the patch of input that shares one scale: (−1, −1) whole tensor, (1, −1) token (one row of the last
         dimension, whatever the rank), (1, g) groups of g along the last dimension. Static inputs have one scale.
+    act_scale: what a dynamic scale is rounded to: "float32" (not at all), "e8m0_floor", "e8m0_even" or "e8m0_ceil" (MX:
+        powers of two), "e4m3" (NVFP4: times the file's `input_scale`), "e5m3".
+    symmetric, act_symmetric: False: codes are shifted by the file's `weight_zero_point`, `input_zero_point`.
+    out_dtype: dtype that the output is rounded to with the file's `output_scale`, or None.
+    The last four are left out of `to_dict()` where they have their defaults.
 
     >>> scheme = QuantizationScheme.from_preset("FP8_STATIC")
     >>> scheme["act_dynamic"], scheme.tile, "act_dtype" in scheme
@@ -40,25 +48,35 @@ class QuantizationScheme(Mapping[str, Any]):
     act_dtype: str | None = None
     act_dynamic: bool = False
     act_tile: Tile = (-1, -1)
+    act_scale: str = "float32"
+    symmetric: bool = True
+    act_symmetric: bool = True
+    out_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("tile", "act_tile"):
             object.__setattr__(self, name, _tile(name, getattr(self, name)))
-        for name in ("weight_dtype", "scale_dtype", "act_dtype"):
+        for name in ("weight_dtype", "scale_dtype", "act_dtype", "out_dtype"):
             value = getattr(self, name)
             object.__setattr__(self, name, value if value is None else str(value).removeprefix("torch."))
-        _one_of("weight_dtype", self.weight_dtype, FP8_DTYPES)
+        _one_of("weight_dtype", self.weight_dtype, WEIGHT_DTYPES)
         _one_of("scale_dtype", self.scale_dtype, SCALE_DTYPES)
-        if self.act_dtype is not None:
-            _one_of("act_dtype", self.act_dtype, FP8_DTYPES)
-        if not isinstance(self.act_dynamic, bool):
-            raise SchemeError(f"act_dynamic is {self.act_dynamic!r}; valid: True, False")
+        _one_of("act_scale", self.act_scale, ACT_SCALES)
+        _one_of("act_dtype", self.act_dtype, (None, *WEIGHT_DTYPES))
+        _one_of("out_dtype", self.out_dtype, (None, *FP8_DTYPES))
+        for name in ("act_dynamic", "symmetric", "act_symmetric"):
+            if not isinstance(getattr(self, name), bool):
+                raise SchemeError(f"{name} is {getattr(self, name)!r}; valid: True, False")
         if len(self.act_tile) != 2 or self.act_tile[0] not in (1, -1) or self.act_tile[0] == -1 != self.act_tile[1]:
             raise SchemeError(
                 f"act_tile is {list(self.act_tile)}; valid: [-1, -1] per tensor, [1, -1] per token, [1, g] per group"
             )
         if self.act_dtype is None and (self.act_dynamic or self.act_tile != (-1, -1)):
             raise SchemeError("act_dtype is null (weight-only), so act_dynamic must be false and act_tile [-1, -1]")
+        if not self.act_dynamic and self.act_scale != "float32":
+            raise SchemeError(f"act_scale {self.act_scale!r} is for dynamic inputs")
+        if not self.act_symmetric and (self.act_dtype is None or self.act_dynamic):
+            raise SchemeError("only a static input can have a zero point: act_symmetric must be true")
         if self.act_dtype and not self.act_dynamic and self.act_tile != (-1, -1):
             raise SchemeError(f"a static input has one scale: act_tile must be [-1, -1], not {list(self.act_tile)}")
 
@@ -76,7 +94,9 @@ class QuantizationScheme(Mapping[str, Any]):
 
     def to_dict(self) -> dict[str, Any]:
         """The scheme as plain JSON types, as written in `anyfp8.json`."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        extra = ("act_scale", "symmetric", "act_symmetric", "out_dtype")
+        kept = {f.name: self[f.name] for f in fields(self) if f.name not in extra or self[f.name] != f.default}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in kept.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> QuantizationScheme:
@@ -176,6 +196,25 @@ class QuantizationScheme(Mapping[str, Any]):
         """True if the input is quantized with the file's `input_scale`."""
         return self.act_dtype is not None and not self.act_dynamic
 
+    @property
+    def needs_input_scale(self) -> bool:
+        """True for static inputs, and for NVFP4's, whose dynamic block scales are multiplied by one of the file."""
+        return self.static or self.act_scale == "e4m3"
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of the further tensors that the scheme needs."""
+        wanted = {
+            "weight_zero_point": not self.symmetric,
+            "input_zero_point": not self.act_symmetric,
+            "output_scale": self.out_dtype is not None,
+        }
+        return tuple(name for name, needed in wanted.items() if needed)
+
+    def weight_only_twin(self) -> QuantizationScheme:
+        """The same weight, with input and output left alone."""
+        return QuantizationScheme(self.weight_dtype, self.tile, self.scale_dtype, symmetric=self.symmetric)
+
     def for_rank(self, rank: int) -> QuantizationScheme:
         """The scheme with `tile` spelled out for a weight of `rank` dimensions.
 
@@ -187,18 +226,22 @@ class QuantizationScheme(Mapping[str, Any]):
 
     def __str__(self) -> str:
         def name(dtype: str, tile: Tile, token: str) -> str:
-            short = dtype.removeprefix("float8_")
+            short = dtype.removeprefix("float8_").replace("float6_e2m3fn", "fp6").replace("float4_e2m1fn", "fp4")
             if set(tile) == {-1}:
                 return f"{short} per tensor"
             if tile[0] == 1 and set(tile[1:]) == {-1}:
                 return f"{short} per {token}"
             return f"{short} per {'×'.join('·' if n == -1 else str(n) for n in tile)}"
 
-        weight = name(self.weight_dtype, self.tile, "channel")
+        text = name(self.weight_dtype, self.tile, "channel") + ("" if self.symmetric else " with zero points")
+        if self.scale_dtype.startswith("float8"):
+            text += f" ({self.scale_dtype.removeprefix('float8_').removesuffix('fnu').removesuffix('fn')} scales)"
         if self.act_dtype is None:
-            return f"{weight}, weight-only"
-        kind = "dynamic" if self.act_dynamic else "static"
-        return f"{weight}, input {kind} {name(self.act_dtype, self.act_tile, 'token')}"
+            return f"{text}, weight-only"
+        text += f", input {'dynamic' if self.act_dynamic else 'static'} {name(self.act_dtype, self.act_tile, 'token')}"
+        text += "" if self.act_scale == "float32" else f" ({self.act_scale} scales)"
+        text += "" if self.act_symmetric else " with a zero point"
+        return text + ("" if self.out_dtype is None else f", output {self.out_dtype.removeprefix('float8_')}")
 
 
 _FIELDS = tuple(f.name for f in fields(QuantizationScheme))
@@ -250,6 +293,13 @@ def _ct_args(where: str, args: Mapping[str, Any]) -> dict[str, Any]:
     return full
 
 
+def _mx(weight: str, act: str | None) -> QuantizationScheme:
+    """OCP microscaling: powers of two over 32 columns, for weight and (dynamically) input."""
+    if act is None:
+        return QuantizationScheme(weight, (1, 32), "float8_e8m0fnu")
+    return QuantizationScheme(weight, (1, 32), "float8_e8m0fnu", act, True, (1, 32), "e8m0_floor")
+
+
 _E4M3 = "float8_e4m3fn"
 #: The field's names. FP8_STATIC is auto-round's (per output channel), FP8 compressed-tensors' (per tensor).
 PRESETS: dict[str, QuantizationScheme] = {
@@ -259,4 +309,10 @@ PRESETS: dict[str, QuantizationScheme] = {
     "FP8_BLOCK": QuantizationScheme(tile=(128, 128), act_dtype=_E4M3, act_dynamic=True, act_tile=(1, 128)),
     "FP8_WEIGHT_ONLY": QuantizationScheme(tile=(1, -1)),
     "FPW8A16": QuantizationScheme(tile=(-1, -1)),
+    "MXFP8": _mx("float8_e4m3fn", "float8_e4m3fn"),
+    "MXFP8A16": _mx("float8_e4m3fn", None),
+    "MXFP6A8": _mx("float6_e2m3fn", "float8_e4m3fn"),
+    "MXFP6A16": _mx("float6_e2m3fn", None),
+    "MXFP4": _mx("float4_e2m1fn", "float4_e2m1fn"),
+    "MXFP4A16": _mx("float4_e2m1fn", None),
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anyfp8.backends.device import DeviceInfo
-from anyfp8.numerics import dynamic_scale
+from anyfp8.numerics import dynamic_scale, round_to_grid
 from anyfp8.scheme import QuantizationScheme
 
 
@@ -20,6 +20,8 @@ class Layer(Protocol):
     weight_codes: Tensor
     weight_scale: Tensor
     input_scale: Tensor | None
+    weight_zero_point: Tensor | None
+    input_zero_point: Tensor | None
 
     @property
     def bias(self) -> Tensor | None:
@@ -27,6 +29,13 @@ class Layer(Protocol):
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """The weight as real values."""
+
+
+class Rounds(Protocol):
+    """The parts of an FP8 layer that rounding its output needs."""
+
+    scheme: QuantizationScheme
+    output_scale: Tensor | None
 
 
 class Backend(Protocol):
@@ -63,7 +72,15 @@ def input_scale(layer: Layer, x: Tensor) -> Tensor:
         assert layer.input_scale is not None
         return layer.input_scale
     assert scheme.act_dtype is not None
-    return dynamic_scale(x, scheme.act_dtype, scheme.act_tile)
+    return dynamic_scale(x, scheme.act_dtype, scheme.act_tile, scheme.act_scale, layer.input_scale)
+
+
+def round_output(layer: Rounds, y: Tensor) -> Tensor:
+    """The output as the scheme's `out_dtype` holds it, scaled by the file's `output_scale`; y itself if it has none."""
+    if layer.output_scale is None:
+        return y
+    assert layer.scheme.out_dtype is not None
+    return (round_to_grid(y.float() / layer.output_scale, layer.scheme.out_dtype) * layer.output_scale).to(y.dtype)
 
 
 def is_rowwise(tile: Sequence[int]) -> bool:

@@ -96,12 +96,18 @@ def _quantized(layer: Layer, x: Tensor, op: Op, spatial: int, act_dtype: str) ->
     scheme, weight_scale = layer.scheme, layer.weight_scale
     scale = input_scale(layer, x)
     spread = expand_scale(scale, x.shape, (1,) * (x.dim() - 1) + (scheme.act_tile[1],))
-    rounded = round_to_grid(x.float() / spread, act_dtype, saturate=not scheme.act_dynamic)
+    shifted = x.float() / spread
+    if layer.input_zero_point is not None:
+        shifted = shifted + layer.input_zero_point
+    # only a scale that is not rounded itself keeps every value within the format's range
+    rounded = round_to_grid(shifted, act_dtype, saturate=not (scheme.act_dynamic and scheme.act_scale == "float32"))
     per_token = scheme.act_tile[0] != -1
-    if is_rowwise(scheme.tile) and (scheme.act_tile[1] == -1 and not (per_token and spatial)):
+    shifts = layer.input_zero_point is not None or layer.weight_zero_point is not None
+    if is_rowwise(scheme.tile) and scheme.act_tile[1] == -1 and not (per_token and spatial) and not shifts:
         # scales that are constant along the sum stay outside it: the operands are codes, exact in any dtype
         y = op(rounded, decode(layer.weight_codes, scheme.weight_dtype), None)
         y = y * (scale if per_token else scale.reshape(1)) * weight_scale.reshape(-1, *[1] * spatial)
     else:
-        y = op(rounded * spread, layer.decoded(torch.float32), None)
+        centred = rounded if layer.input_zero_point is None else rounded - layer.input_zero_point
+        y = op(centred * spread, layer.decoded(torch.float32), None)
     return y if layer.bias is None else y + layer.bias.float().reshape(-1, *[1] * spatial)

@@ -36,6 +36,8 @@ class Native:
             return "torch has no FP8 convolution"
         if not is_rowwise(scheme.tile) or scheme.act_tile[1] != -1:
             return f"scaled_mm is used for per-tensor and per-row scales only, not for {scheme}"
+        if not (scheme.symmetric and scheme.act_symmetric) or scheme.act_scale != "float32":
+            return f"scaled_mm is used without zero points and with float32 scales only, not for {scheme}"
         pair = (scheme.weight_dtype, scheme.act_dtype)
         if pair == ("float8_e5m2", "float8_e5m2"):
             return "scaled_mm has no e5m2 × e5m2"

@@ -50,7 +50,7 @@ def read(checkpoint: Checkpoint, evidence: str) -> Manifest:
             builder.refuse(module, "contradiction", detail)
             continue
         builder.layer(module, scheme, why_static=f"{FILE} says that the input is static")
-        scale = checkpoint.tensors.get(f"{module}.weight_scale" if module else "weight_scale")
+        scale = builder.find(module, "weight_scale")
         if scale is not None and dtype_name(scale.torch_dtype) != scheme.scale_dtype:
             detail = f"is {dtype_name(scale.torch_dtype)}, {FILE} says {scheme.scale_dtype}"
             builder.problem("contradiction", scale, detail)

@@ -6,14 +6,14 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from anyfp8.backends.base import Layer
+from anyfp8.backends.base import Layer, round_output
 from anyfp8.layers.mixin import FP8Layer
 
 
 class _FP8Conv(FP8Layer):
     def forward(self, input: Tensor) -> Tensor:
         """[N, in, ...] or [in, ...] → [N, out, ...] or [out, ...], in the input's dtype or autocast's."""
-        return self.backend.conv(cast(Layer, self), input)
+        return round_output(self, self.backend.conv(cast(Layer, self), input))
 
 
 class FP8Conv1d(_FP8Conv, nn.Conv1d):

@@ -14,10 +14,16 @@ class FP8Embedding(FP8Layer, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Indices of any shape → [..., embedding_dim], in the compute dtype."""
-        tile, scale = self.scheme.tile, self.weight_scale
         rows = decode(self.weight_codes[input], self.scheme.weight_dtype)
-        if scale.shape[0] > 1:
-            scale = scale[torch.div(input, tile[0], rounding_mode="floor")]
+        if self.weight_zero_point is not None:
+            rows = rows - self._rows_of(self.weight_zero_point, input)
+        return (rows * self._rows_of(self.weight_scale, input)).to(self.compute_dtype)
+
+    def _rows_of(self, grid: Tensor, input: Tensor) -> Tensor:
+        """The grid's entries for the rows that are looked up, made broadcastable over them."""
+        tile = self.scheme.tile
+        if grid.shape[0] > 1:
+            grid = grid[torch.div(input, tile[0], rounding_mode="floor")]
         else:
-            scale = scale.reshape(*[1] * input.dim(), -1)
-        return (rows * expand_scale(scale, rows.shape, (1,) * input.dim() + (tile[1],))).to(self.compute_dtype)
+            grid = grid.reshape(*[1] * input.dim(), -1)
+        return expand_scale(grid, (*input.shape, self.embedding_dim), (1,) * input.dim() + (tile[1],))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from anyfp8.backends.base import round_output
 from anyfp8.layers.mixin import FP8Layer
 
 
@@ -12,4 +13,4 @@ class FP8Linear(FP8Layer, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] → [..., out_features], in the input's dtype or autocast's."""
-        return self.backend.linear(self, input)
+        return round_output(self, self.backend.linear(self, input))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from anyfp8.backends import Backend, DeviceInfo, select
 from anyfp8.errors import BackendError
 from anyfp8.layers.readonly import read_only, refuse_write
-from anyfp8.layers.storage import FP8Storage
+from anyfp8.layers.storage import STORED, FP8Storage
 from anyfp8.numerics import FORMATS, quantize_tiled
 from anyfp8.scheme import QuantizationScheme
 
@@ -18,7 +19,6 @@ L = TypeVar("L", bound="FP8Layer")
 
 #: what of a module's __dict__ is its own and not taken over by its twin (torch's compiled call is bound to the old one)
 _OWN = ("_parameters", "_buffers", "_modules", "scheme", "compute_dtype", "backend", "refusals", "_compiled_call_impl")
-_STORED = ("weight", "weight_codes", "weight_scale", "input_scale")
 
 
 class FP8Layer(FP8Storage):
@@ -39,23 +39,22 @@ class FP8Layer(FP8Storage):
         cls: type[L],
         module: nn.Module,
         scheme: QuantizationScheme,
-        codes: Tensor,
-        weight_scale: Tensor,
-        input_scale: Tensor | None = None,
+        values: Mapping[str, Tensor | None],
         *,
         dtype: torch.dtype | None = None,
     ) -> L:
         """An FP8 twin of `module` (strides, bias, hooks, mode and other attributes are taken over, not copied).
 
-        codes: uint8, the shape of `module.weight`. weight_scale: float32, shape `grid_shape(codes.shape, scheme.tile)`.
-        input_scale: float32 (1,), for static schemes. dtype: what `weight` decodes to; default the module's own.
+        values: `weight_codes` (uint8, [out, in, ...], packed for FP6 and FP4), `weight_scale` (float32, shape
+        `grid_shape(shape, scheme.tile)`), and as the scheme needs them `input_scale` (float32 (1,)),
+        `weight_zero_point`, `input_zero_point`, `output_scale`. dtype: what `weight` decodes to; default the module's.
         """
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         _take_over(self, module)
         if dtype is None:  # an FP8 layer may itself be loaded over
             dtype = module.compute_dtype if isinstance(module, FP8Layer) else module.get_parameter("weight").dtype
-        self._store(scheme, codes, weight_scale, input_scale, dtype)
+        self._store(scheme, values, dtype)
         self.select_backend("auto")
         return self
 
@@ -68,7 +67,8 @@ class FP8Layer(FP8Storage):
             raise ValueError("a static scheme needs an input_scale, and only a static one does")
         codes, scale = quantize_tiled(weight, scheme.weight_dtype, scheme.tile)
         static = None if input_scale is None else input_scale.detach().float().reshape(1)
-        return cls.from_codes(module, scheme, codes.view(torch.uint8), scale, static)
+        values = {"weight_codes": codes.view(torch.uint8), "weight_scale": scale, "input_scale": static}
+        return cls.from_codes(module, scheme, values)
 
     def to_float(self, weight: Tensor) -> nn.Module:
         """The ordinary layer that this one replaced, with this float weight; shares bias and hooks."""
@@ -88,7 +88,7 @@ class FP8Layer(FP8Storage):
 
     def candidate(self, name: str) -> tuple[Backend | None, dict[str, str]]:
         """What `select_backend` would choose, or None, and the refusals on the way."""
-        return select(name, self.scheme, self.weight_codes.shape, DeviceInfo.of(self.weight_codes.device))
+        return select(name, self.scheme, self.weight_shape, DeviceInfo.of(self.weight_codes.device))
 
     @property
     def weight(self) -> Tensor:
@@ -122,6 +122,6 @@ class FP8Layer(FP8Storage):
 def _take_over(twin: nn.Module, module: nn.Module) -> None:
     """Everything of `module` but its weight: attributes, hooks, bias, and what else was registered on it."""
     twin.__dict__.update({k: v for k, v in module.__dict__.items() if k not in _OWN})
-    twin._parameters.update({k: v for k, v in module._parameters.items() if k not in _STORED})
-    twin._buffers.update({k: v for k, v in module._buffers.items() if k not in _STORED})
+    twin._parameters.update({k: v for k, v in module._parameters.items() if k not in ("weight", *STORED)})
+    twin._buffers.update({k: v for k, v in module._buffers.items() if k not in ("weight", *STORED)})
     twin._modules.update(module._modules)

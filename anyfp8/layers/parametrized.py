@@ -6,6 +6,8 @@ its own, a bare parameter). The module's own forward runs, so its input is not q
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -26,19 +28,18 @@ def parametrize_codes(
     module: nn.Module,
     name: str,
     scheme: QuantizationScheme,
-    codes: Tensor,
-    weight_scale: Tensor,
+    values: Mapping[str, Tensor | None],
     dtype: torch.dtype,
 ) -> None:
     """Replace the parameter `name` of `module`, in place, by codes that are decoded at each access."""
     if parametrize.is_parametrized(module, name):  # loaded over: the codes are there already
         decoder = module.parametrizations[name][0]  # type: ignore[index]
         assert isinstance(decoder, DecodedParameter)
-        decoder._store(scheme, codes, weight_scale, None, dtype)
+        decoder._store(scheme, values, dtype)
         return
     decoder = DecodedParameter()
-    decoder._store(scheme, codes, weight_scale, None, dtype)
-    carrier = nn.Parameter(torch.empty(0, dtype=dtype, device=codes.device), requires_grad=False)
+    decoder._store(scheme, values, dtype)
+    carrier = nn.Parameter(torch.empty(0, dtype=dtype, device=decoder.weight_codes.device), requires_grad=False)
     setattr(module, name, carrier)
     parametrize.register_parametrization(module, name, decoder, unsafe=True)  # unsafe: its shape changes on purpose
 

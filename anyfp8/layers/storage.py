@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from anyfp8.numerics import dequantize
+from anyfp8.numerics import dequantize, logical_shape
 from anyfp8.scheme import QuantizationScheme
+
+#: the buffers, of which all but the first two may be None
+STORED = ("weight_codes", "weight_scale", "input_scale", "weight_zero_point", "input_zero_point", "output_scale")
 
 
 class FP8Storage(nn.Module):
-    """Buffers `weight_codes` (uint8), `weight_scale` and `input_scale` (float32), and the dtype they decode to.
+    """Buffers `weight_codes` (uint8), `weight_scale`, `input_scale` and, where the scheme has them, zero points and
+    `output_scale` (float32); and the dtype they decode to.
 
     `.to(dtype)`, `.half()` ... change `compute_dtype` only; `.to(device)` moves the bytes.
     """
@@ -22,27 +26,31 @@ class FP8Storage(nn.Module):
     weight_codes: Tensor
     weight_scale: Tensor
     input_scale: Tensor | None
+    weight_zero_point: Tensor | None
+    input_zero_point: Tensor | None
+    output_scale: Tensor | None
     compute_dtype: torch.dtype
 
     def _store(
-        self,
-        scheme: QuantizationScheme,
-        codes: Tensor,
-        weight_scale: Tensor,
-        input_scale: Tensor | None,
-        compute_dtype: torch.dtype,
+        self, scheme: QuantizationScheme, values: Mapping[str, Tensor | None], compute_dtype: torch.dtype
     ) -> None:
         self.scheme, self.compute_dtype = scheme, compute_dtype
-        self.register_buffer("weight_codes", codes)
-        self.register_buffer("weight_scale", weight_scale)
-        self.register_buffer("input_scale", input_scale)
+        for name in STORED:
+            self.register_buffer(name, values.get(name))
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Shape of the codes' values, [out, in, ...]."""
+        return logical_shape(self.weight_codes.shape, self.scheme.weight_dtype)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
-        """The weight as real values: code × scale in float32, rounded once to `dtype`."""
-        return dequantize(self.weight_codes, self.weight_scale, self.scheme.weight_dtype, self.scheme.tile, dtype)
+        """The weight as real values [out, in, ...]: code × scale in float32, rounded once to `dtype`."""
+        scheme = self.scheme
+        codes, scale, zero_point = self.weight_codes, self.weight_scale, self.weight_zero_point
+        return dequantize(codes, scale, scheme.weight_dtype, scheme.tile, dtype, zero_point)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        buffers = {name: self._buffers.pop(name) for name in ("weight_codes", "weight_scale", "input_scale")}
+        buffers = {name: self._buffers.pop(name) for name in STORED}
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:

@@ -1,8 +1,9 @@
-"""FP8 arithmetic: saturating quantization, exact decoding, and scale grids described by a `tile`.
+"""FP8, FP6 and FP4 codes: saturating quantization and exact decoding.
 
 Formats are those of "FP8 Formats for Deep Learning" (Micikevicius et al., arXiv:2209.05433; `fn` = finite, no
 infinity) and, for the `fnuz` variants (no negative zero, one NaN), "8-bit Numerical Formats for Deep Neural Networks"
-(Noune et al., arXiv:2206.02915). A code is one byte; `real = code value × scale`, and the scale is dimensionless.
+(Noune et al., arXiv:2206.02915). FP4 E2M1 and FP6 E2M3 are those of the OCP Microscaling specification v1.0.
+Codes are bytes (packed if narrower); `real = code value × scale`, and the scale is dimensionless.
 """
 
 from __future__ import annotations
@@ -13,19 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Dynamic activation scales are at least this amax / max(format): a row of zeros stays zero instead of becoming 0/0.
-AMAX_FLOOR = 1e-12
-
 
 @dataclass(frozen=True)
 class Format:
-    """One FP8 format: torch dtype, largest finite value, mantissa bits, exponent bias, and its NaN codes."""
+    """One format: torch dtype of its codes (uint8 where several are packed into bytes), largest finite value, mantissa
+    bits, exponent bias, NaN codes, and bits per code."""
 
     dtype: torch.dtype
     max: float
     mantissa: int
     bias: int
-    nan_codes: tuple[int, ...]
+    nan_codes: tuple[int, ...] = ()
+    bits: int = 8
 
 
 FORMATS: dict[str, Format] = {
@@ -33,6 +33,8 @@ FORMATS: dict[str, Format] = {
     "float8_e5m2": Format(torch.float8_e5m2, 57344.0, 2, 15, (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF)),
     "float8_e4m3fnuz": Format(torch.float8_e4m3fnuz, 240.0, 3, 8, (0x80,)),
     "float8_e5m2fnuz": Format(torch.float8_e5m2fnuz, 57344.0, 2, 16, (0x80,)),
+    "float6_e2m3fn": Format(torch.uint8, 7.5, 3, 1, bits=6),
+    "float4_e2m1fn": Format(torch.uint8, 6.0, 1, 1, bits=4),
 }
 
 
@@ -44,10 +46,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 def quantize(x: Tensor, format: str) -> Tensor:
     """Round `x` (float32 or narrower, already divided by its scale) to the nearest FP8 value, ties to even.
 
-    Values beyond the largest finite one saturate (infinities too), NaN stays NaN. Returns float8 of the same shape.
+    Values beyond the largest finite one saturate (infinities too), NaN stays NaN. Returns float8 of the same shape; for
+    FP6 and FP4 packed uint8 (see `unpack`), whose last dimension must fill whole bytes.
     The clamp comes first because casts don't agree: e4m3fn overflow was NaN before torch 2.12, e5m2 still gives inf.
     """
     spec = FORMATS[format]
+    if spec.bits < 8:
+        return _pack(round_to_grid(x.float(), format), spec)
     return x.clamp(-spec.max, spec.max).to(spec.dtype)
 
 
@@ -69,13 +74,54 @@ def round_to_grid(x: Tensor, format: str, *, saturate: bool = True) -> Tensor:
     return (x + step).sub_(step)
 
 
+def logical_shape(codes: Sequence[int], format: str) -> tuple[int, ...]:
+    """Shape of the values in a code tensor of this shape: packed formats hold 8 / bits of them in a byte.
+
+    >>> logical_shape((16, 32), "float4_e2m1fn"), logical_shape((16, 24), "float6_e2m3fn")
+    ((16, 64), (16, 32))
+    """
+    bits = FORMATS[format].bits
+    return tuple(codes) if bits == 8 else (*codes[:-1], codes[-1] * 8 // bits)
+
+
+def unpack(codes: Tensor, format: str) -> Tensor:
+    """One code a byte. FP4: the low nibble is the even column. FP6: four codes, little-endian, in three bytes."""
+    if FORMATS[format].bits == 4:
+        return torch.stack((codes & 0x0F, codes >> 4), -1).flatten(-2)
+    first, second, third = _groups(codes, 3).to(torch.int32).unbind(-1)
+    word = first | second << 8 | third << 16
+    return torch.stack([(word >> shift) & 0x3F for shift in (0, 6, 12, 18)], -1).flatten(-2).to(torch.uint8)
+
+
+def _groups(x: Tensor, size: int) -> Tensor:
+    return x.reshape(*x.shape[:-1], -1, size)
+
+
+def _pack(values: Tensor, spec: Format) -> Tensor:
+    # on-grid values: their float16 bits hold sign, 2 exponent bits (after the bias) and the mantissa
+    half = (values * 2.0 ** (spec.bias - 15)).half().view(torch.int16).to(torch.int32)
+    magnitude = (half & 0x7FFF) >> (10 - spec.mantissa)
+    code = magnitude | ((half >> 15) & 1) << (spec.bits - 1)
+    if spec.bits == 4:
+        low, high = _groups(code, 2).unbind(-1)
+        return (low | high << 4).to(torch.uint8)
+    a, b, c, d = _groups(code, 4).unbind(-1)
+    word = a | b << 6 | c << 12 | d << 18
+    return torch.stack((word & 0xFF, (word >> 8) & 0xFF, (word >> 16) & 0xFF), -1).flatten(-2).to(torch.uint8)
+
+
 def decode(codes: Tensor, format: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The exact value of each code byte (uint8, any shape), as `dtype`; NaN codes give NaN, e5m2's infinities inf.
+    """The exact value of each code (uint8, any shape), as `dtype`; NaN codes give NaN, e5m2's infinities inf.
 
     Done on the bits: shifting a code into a float16's exponent and mantissa gives its value times a power of two, which
-    is several times faster on a CPU than torch's own float8 casts.
+    is several times faster on a CPU than torch's own float8 casts. Packed formats give `logical_shape(codes.shape)`.
     """
     spec = FORMATS[format]
+    if spec.bits < 8:
+        bits = unpack(codes, format).to(torch.int16)
+        sign, magnitude = 1 << (spec.bits - 1), (1 << (spec.bits - 1)) - 1
+        half = (bits & magnitude) << (10 - spec.mantissa) | (bits & sign) << (16 - spec.bits)
+        return half.view(torch.float16).to(dtype).mul_(2.0 ** (15 - spec.bias))
     if format == "float8_e5m2":  # the upper byte of a float16
         return (codes.to(torch.int16) << 8).view(torch.float16).to(dtype)
     if format == "float8_e5m2fnuz":  # its largest exponent would be a float16's infinity: spend an exponent bit less
@@ -103,7 +149,9 @@ def _is_nan(codes: Tensor, spec: Format) -> Tensor:
 
 
 def _is_nonfinite(codes: Tensor, spec: Format) -> Tensor:
-    # e5m2 has infinities just below its NaNs; the other formats have none
+    # e5m2 has infinities just below its NaNs; the other FP8 formats have none, FP6 and FP4 have neither
+    if spec.bits < 8:
+        return torch.zeros_like(codes, dtype=torch.bool)
     return (codes & 0x7F) >= 0x7C if spec.dtype == torch.float8_e5m2 else _is_nan(codes, spec)
 
 
@@ -112,73 +160,3 @@ def count_nonfinite(codes: Tensor, format: str, chunk: int = 1 << 22) -> int:
     spec = FORMATS[format]
     flat = codes.reshape(-1)
     return sum(int(_is_nonfinite(flat[i : i + chunk], spec).sum()) for i in range(0, flat.numel(), chunk))
-
-
-def grid_shape(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:
-    """How many tiles cover each axis; the last tile of an axis may be clipped.
-
-    >>> grid_shape((300, 64), (128, -1))
-    (3, 1)
-    """
-    if len(tile) != len(shape):
-        raise ValueError(f"tile {tuple(tile)} has {len(tile)} axes, the tensor {tuple(shape)} has {len(shape)}")
-    return tuple(1 if t == -1 else -(-n // t) for n, t in zip(shape, tile, strict=True))
-
-
-def expand_scale(scale: Tensor, shape: Sequence[int], tile: Sequence[int]) -> Tensor:
-    """A grid of scales, shape `grid_shape(shape, tile)`, made broadcastable over a tensor of `shape`.
-
-    Axes with one scale, or with one scale per element, are left to broadcasting.
-    """
-    for axis, (n, t) in enumerate(zip(shape, tile, strict=True)):
-        if t > 1 and scale.shape[axis] > 1:
-            scale = scale.repeat_interleave(t, axis).narrow(axis, 0, n)
-    return scale
-
-
-def dequantize(codes: Tensor, scale: Tensor, format: str, tile: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """`decode(codes) × scale` in float32 (float64 for a float64 `dtype`), rounded once to `dtype`.
-
-    codes: uint8, any shape. scale: float32, shape `grid_shape(codes.shape, tile)`.
-    """
-    work = torch.float64 if dtype == torch.float64 else torch.float32
-    return (decode(codes, format, work) * expand_scale(scale, codes.shape, tile)).to(dtype)
-
-
-def tile_amax(x: Tensor, tile: Sequence[int]) -> Tensor:
-    """Largest magnitude in each tile, shape `grid_shape(x.shape, tile)`, float32. NaN if a tile holds a NaN."""
-    grid = grid_shape(x.shape, tile)
-    x = x.abs()
-    for axis, (n, t) in enumerate(zip(tuple(x.shape), tile, strict=True)):
-        if t == -1 or n <= t:
-            x = x.amax(axis, keepdim=True) if n else x.new_zeros(()).expand(*x.shape[:axis], 1, *x.shape[axis + 1 :])
-        elif t > 1:
-            if n % t:
-                pad = [0, 0] * (x.dim() - axis - 1) + [0, t - n % t]
-                x = torch.nn.functional.pad(x, pad)
-            x = x.reshape(*x.shape[:axis], -1, t, *x.shape[axis + 1 :]).amax(axis + 1)
-    return x.reshape(grid).float()
-
-
-def quantize_tiled(x: Tensor, format: str, tile: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Quantize a weight with one scale per tile: scale = amax / max(format), or 1 where a tile is all zero.
-
-    Returns (codes float8 of x's shape, scale float32 of shape `grid_shape`). Raises ValueError if x isn't finite.
-    """
-    x = x.detach().float()
-    amax = tile_amax(x, tile)
-    if not bool(amax.isfinite().all()):
-        raise ValueError("the weight holds NaN or infinite values")
-    tiny = torch.finfo(torch.float32).tiny
-    scale = torch.where(amax > 0, (amax / FORMATS[format].max).clamp_min(tiny), torch.ones_like(amax))
-    return quantize(x / expand_scale(scale, x.shape, tile), format), scale
-
-
-def dynamic_scale(x: Tensor, format: str, act_tile: Sequence[int]) -> Tensor:
-    """Scale of an input of any rank, computed from its values: amax / max(format), with amax at least `AMAX_FLOOR`.
-
-    act_tile (−1, −1): one scale, shape (1,) * rank. (1, −1): per token, (..., 1). (1, g): per group, (..., ⌈K / g⌉).
-    """
-    rank = max(x.dim(), 1)
-    tile = (-1,) * rank if act_tile[0] == -1 else (1,) * (rank - 1) + (act_tile[1],)
-    return tile_amax(x.detach().reshape(x.shape or (1,)), tile).clamp_min(AMAX_FLOOR) / FORMATS[format].max

@@ -1,0 +1,151 @@
+"""Where a layer's codes and scales are in the files, and how the stored form becomes the one inside.
+
+Inside, codes are uint8 of the module's [out, in, ...] orientation (FP6 and FP4 packed, low nibble first), and scales
+are float32 multipliers of the tile's grid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anyfp8.checkpoint import TensorRef
+from anyfp8.errors import Problem
+from anyfp8.numerics import FORMATS, decode, decode_e5m3, decode_e8m0, dtype_name, logical_shape, unswizzle
+
+#: dtype words that ordinary scales and plain weights are stored in
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def problem_of(kind: str, ref: TensorRef, detail: str) -> Problem:
+    """A problem of a stored tensor."""
+    return Problem(kind, ref.name, detail, ref.file)
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A quantized weight in the files.
+
+    ref: the stored tensor. format: a key of `numerics.FORMATS`. transposed: stored [in, out]. high_first: FP4 with the
+    even column in the high nibble. crop: the shape of the values, where the stored tensor is padded. index: which slice
+    of the first axis, where several layers are stacked; rows: which rows of it, where several are fused.
+    """
+
+    ref: TensorRef
+    format: str
+    transposed: bool = False
+    high_first: bool = False
+    crop: tuple[int, ...] | None = None
+    index: int | None = None
+    rows: tuple[int, int] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the values, in the module's orientation."""
+        if self.crop is not None:
+            return self.crop
+        stored = self.ref.shape if self.index is None else self.ref.shape[1:]
+        stored = stored if self.rows is None else (self.rows[1] - self.rows[0], *stored[1:])
+        shape = logical_shape(stored, self.format)
+        return shape[::-1] if self.transposed else shape
+
+    def read(self) -> Tensor:
+        """The codes as uint8; the file's own bytes, mapped, wherever the stored form is the one inside."""
+        raw = self.ref.read()
+        raw = raw if self.index is None else raw[self.index]
+        raw = raw if self.rows is None else raw[self.rows[0] : self.rows[1]]
+        raw = raw.view(torch.uint8)
+        if self.transposed:
+            raw = raw.t().contiguous()
+        if self.high_first:
+            raw = raw << 4 | raw >> 4
+        if self.crop is not None and logical_shape(raw.shape, self.format) != self.crop:
+            rows, columns = self.crop
+            raw = raw[:rows, : columns * FORMATS[self.format].bits // 8].contiguous()
+        return raw
+
+    def problem(self) -> Problem | None:
+        """What is wrong with the stored dtype or shape, as far as the header tells."""
+        bits, dtype = FORMATS[self.format].bits, self.ref.dtype
+        if bits == 8 and dtype not in ("U8", "I8") and dtype_name(self.ref.torch_dtype) != self.format:
+            detail = f"is {dtype_name(self.ref.torch_dtype)}, the manifest says {self.format}"
+            return problem_of("mismatched", self.ref, detail)
+        if bits < 8 and dtype not in ("U8", "I8"):
+            return problem_of("mismatched", self.ref, f"is {dtype}; packed {self.format} codes are U8")
+        if (self.transposed or self.crop is not None) and len(self.ref.shape) != 2:
+            return problem_of("mismatched", self.ref, f"shape {list(self.ref.shape)}, but a matrix is expected")
+        return None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A scale, or a zero point, in the files.
+
+    encoding: "float" (any float dtype, FP8 included), "e8m0" (exponent bytes), "e5m3" (bytes). swizzled: in cuBLAS's
+    128×4 layout. factor: a further scale, of one value, that multiplies it; divide: that divides it. index, rows: as in
+    `Codes` (rows counted in the grid).
+    """
+
+    ref: TensorRef
+    encoding: str = "float"
+    swizzled: bool = False
+    factor: TensorRef | None = None
+    divide: bool = False
+    index: int | None = None
+    rows: tuple[int, int] | None = None
+
+    @property
+    def refs(self) -> tuple[TensorRef, ...]:
+        """The stored tensors."""
+        return (self.ref,) if self.factor is None else (self.ref, self.factor)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the part that is meant."""
+        shape = self.ref.shape if self.index is None else self.ref.shape[1:]
+        return shape if self.rows is None else (self.rows[1] - self.rows[0], *shape[1:])
+
+    def read(self, grid: tuple[int, ...]) -> Tensor:
+        """The scales as float32 multipliers, shape `grid`."""
+        raw = self.ref.read()
+        raw = raw if self.index is None else raw[self.index]
+        raw = raw if self.rows is None else raw[self.rows[0] : self.rows[1]]
+        if self.encoding == "e8m0":
+            value = decode_e8m0(raw.view(torch.uint8))
+        elif self.encoding == "e5m3":
+            value = decode_e5m3(raw.view(torch.uint8))
+        elif self.ref.is_fp8:
+            value = decode(raw.view(torch.uint8), dtype_name(raw.dtype))
+        else:
+            value = raw.float()
+        value = unswizzle(value, *grid) if self.swizzled else value.reshape(grid)
+        if self.factor is not None:
+            factor = self.factor.read().float().reshape(())
+            value = value / factor if self.divide else value * factor
+        return value
+
+    def problems(self, grid: tuple[int, ...], what: str) -> list[Problem]:
+        """What is wrong with the stored dtype or shape; `what` says in words why it must be this grid."""
+        found = []
+        good = {"float": (*FLOATS, "F8_E4M3"), "e8m0": ("F8_E8M0", "U8"), "e5m3": ("U8",)}[self.encoding]
+        if self.ref.dtype not in good:
+            found.append(problem_of("mismatched", self.ref, f"a scale can't be {self.ref.dtype}"))
+        if self.factor is not None and (self.factor.dtype not in FLOATS or set(self.factor.shape) - {1}):
+            detail = f"{self.factor.dtype} {list(self.factor.shape)}, but one float is expected"
+            found.append(problem_of("mismatched", self.factor, detail))
+        padded = torch.Size([-(-grid[0] // 128) * 128, -(-grid[1] // 4) * 4]).numel() if self.swizzled else 0
+        fits = torch.Size(self.shape).numel() == padded if self.swizzled else _says_grid(self.shape, grid)
+        if not fits:
+            found.append(problem_of("mismatched", self.ref, f"shape {list(self.shape)}, but {what} needs {list(grid)}"))
+        return found
+
+
+def _says_grid(stored: tuple[int, ...], grid: tuple[int, ...]) -> bool:
+    """Can a scale of shape `stored` only mean this grid? Sizes of 1 may be missing or extra, order may not change."""
+    squeezed = [n for n in grid if n != 1]
+    if len(stored) == len(grid):  # a transposed [1, N] beside a [N, 1] grid has the right count but the wrong meaning
+        return stored == grid or (not squeezed and set(stored) == {1})
+    flat = torch.Size(grid).numel()
+    return [n for n in stored if n != 1] == squeezed or (len(stored) == 1 and stored[0] == flat)
