@@ -6,16 +6,18 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from anyfp8.checkpoint import TensorRef
 from anyfp8.errors import BackendError, LoadError, Problem
-from anyfp8.layers import FP8Layer, parametrize_codes, unparametrize
+from anyfp8.layers import FP8Layer, Part, parametrize_codes, unparametrize
 from anyfp8.manifest import LayerSpec
 from anyfp8.numerics import dequantize
-from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace
+from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace, Stack
 from anyfp8.replace import ModuleTree, Slot, swap
 from anyfp8.sources import Codes
 
@@ -29,10 +31,17 @@ def apply_plan(
     then as it was.
     """
     applier = _Applier(plan, dtype, device)
-    applier.build_layers(backend)
     with _bar(plan, progress) as advance, torch.no_grad():
-        _fill_meta_buffers(plan.tree, device)
-        return applier.commit(advance)
+        undo = _fill_meta_buffers(plan.tree, device)
+        try:
+            applier.build_layers(backend)
+        except BaseException:
+            undo()
+            raise
+        root = applier.commit(advance)
+    left = [name for name, tensor in (*root.named_parameters(), *root.named_buffers()) if tensor.is_meta]
+    assert not left, f"{left} are still on the meta device: a bug of anyfp8, please report it"
+    return root
 
 
 class _Applier:
@@ -76,15 +85,39 @@ class _Applier:
             self._assign(step.slots, step.ref.read())
             advance(step.ref.nbytes)
         for step in self.plan.of(Dequantize):
-            self._assign(step.slots, _decoded(step.spec, self._dtype(step.slot)))
+            value = _decoded(step.spec, self._dtype(step.slot))
+            self._assign(step.slots, value.t() if step.slot.transposed else value)
             advance(step.spec.nbytes)
         for step in self.plan.of(Parametrize):
             slot = step.slot
-            parametrize_codes(slot.owner, slot.leaf, step.spec.scheme, self._read(step.spec, slot), self._dtype(slot))
+            part = (step.spec.scheme, self._read(step.spec, slot))
+            parametrize_codes(slot.owner, slot.leaf, [part], self._dtype(slot))
             advance(step.spec.nbytes)
+        for step in self.plan.of(Stack):
+            self._stack(step)
+            advance(sum(piece.nbytes for piece in step.pieces))
         if self.device is not None:
             root.to(self.device)  # what the checkpoint doesn't hold: non-persistent buffers
         return root
+
+    def _stack(self, step: Stack) -> None:
+        slot = step.slot
+        specs = [[piece for piece in part if isinstance(piece, LayerSpec)] for part in step.parts]
+        if step.decode or not specs[0]:
+            float_parts = [torch.stack([self._float(piece, slot) for piece in part]) for part in step.parts]
+            self._assign((slot,), torch.cat(float_parts, 1))
+            return
+        parts: list[Part] = []
+        for part in specs:
+            read = [self._read(spec.weight_only(), slot) for spec in part]
+            values = {name: torch.stack([one[name] for one in read]) for name in read[0]}
+            scheme = part[0].scheme.weight_only_twin()
+            parts.append((replace(scheme, tile=(1, *scheme.tile)), values))
+        parametrize_codes(slot.owner, slot.leaf, parts, self._dtype(slot), dim=1)
+
+    def _float(self, piece: LayerSpec | TensorRef, slot: Slot) -> Tensor:
+        value = piece.read() if isinstance(piece, TensorRef) else _decoded(piece, self._dtype(slot))
+        return value.to(self._target(slot), self._dtype(slot))
 
     def _read(self, spec: LayerSpec, slot: Slot) -> dict[str, Tensor]:
         where = self._target(slot)
@@ -132,31 +165,51 @@ def _decoded(spec: LayerSpec, dtype: torch.dtype) -> Tensor:
     return dequantize(codes, scale, scheme.weight_dtype, scheme.tile, dtype, zero_point)
 
 
-def _fill_meta_buffers(tree: ModuleTree, device: torch.device | None) -> None:
-    """Materialise non-persistent meta buffers and let their modules' own hooks fill them; all or nothing.
+def _fill_meta_buffers(tree: ModuleTree, device: torch.device | None) -> Callable[[], None]:
+    """Materialise non-persistent meta buffers and let their modules' own hooks fill them; returns how to undo it.
 
     The hook (`init_non_persistent_buffers`, timm's convention) is the module's code: it runs before any other change.
+    It may look at its module's parameters for device and dtype, so these are not on meta while it runs.
     """
     where = device or torch.device("cpu")
-    saved = {(id(owner), leaf): (owner, leaf, owner._buffers[leaf]) for owner, leaf in tree.meta_buffers.values()}
+    saved = {name: (owner, leaf, owner._buffers[leaf]) for name, (owner, leaf) in tree.meta_buffers.items()}
+
+    def undo() -> None:
+        for owner, leaf, buffer in saved.values():
+            owner._buffers[leaf] = buffer
+
     problems: list[Problem] = []
     for owner, leaf, buffer in saved.values():
         assert buffer is not None
         fresh = torch.empty_like(buffer, device=where)
         owner._buffers[leaf] = fresh.fill_(float("nan")) if fresh.is_floating_point() else fresh.zero_()
-    for name, (owner, _) in {id(owner): (name, (owner, _)) for name, (owner, _) in tree.meta_buffers.items()}.values():
-        try:
-            owner.init_non_persistent_buffers()  # type: ignore[operator]
-        except Exception as error:
-            problems.append(Problem("meta", name, f"init_non_persistent_buffers() raised {error!r}"))
-    for name, (owner, leaf) in tree.meta_buffers.items():
+    for owner, name in {owner: name for name, (owner, _, _) in saved.items()}.items():
+        with _parameters_on(owner, where):
+            try:
+                owner.init_non_persistent_buffers()  # type: ignore[operator]
+            except Exception as error:
+                problems.append(Problem("meta", name, f"init_non_persistent_buffers() raised {error!r}"))
+    for name, (owner, leaf, _) in saved.items():
         found = owner._buffers[leaf]
         if found is None or found.is_meta or (found.is_floating_point() and found.numel() and found.isnan().all()):
             problems.append(Problem("meta", name, "init_non_persistent_buffers() left it empty"))
     if problems:
-        for owner, leaf, buffer in saved.values():
-            owner._buffers[leaf] = buffer
+        undo()
         raise LoadError(problems)
+    return undo
+
+
+@contextmanager
+def _parameters_on(owner: nn.Module, device: torch.device) -> Iterator[None]:
+    """For the time being, empty (never touched, so free) parameters in place of those on meta."""
+    saved = [(m, k, p) for m in owner.modules() for k, p in m._parameters.items() if p is not None and p.is_meta]
+    try:
+        for module, leaf, parameter in saved:
+            module._parameters[leaf] = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+        yield
+    finally:
+        for module, leaf, parameter in saved:
+            module._parameters[leaf] = parameter
 
 
 @contextmanager
@@ -169,5 +222,6 @@ def _bar(plan: Plan, progress: bool | None) -> Iterator[Callable[[int], Any]]:
         disable = True
     total = sum(step.ref.nbytes for step in plan.of(Assign))
     total += sum(step.spec.nbytes for kind in (Replace, Dequantize, Parametrize) for step in plan.of(kind))
+    total += sum(piece.nbytes for step in plan.of(Stack) for piece in step.pieces)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading FP8", disable=disable, leave=False) as bar:
         yield bar.update

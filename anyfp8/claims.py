@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from anyfp8.checkpoint import Checkpoint, TensorRef
 from anyfp8.errors import Problem
 from anyfp8.folding import fold
@@ -85,7 +83,8 @@ class ManifestBuilder:
         """Claim the tensors of one quantized layer, and check them as far as headers tell.
 
         codes, scale, input_scale, extras: where they are; by default `<module>.weight`, `.weight_scale`,
-        `.input_scale` and the names in `scheme.extras`. Only what the scheme needs is claimed; what is missing becomes a problem.
+        `.input_scale` and the names in `scheme.extras`. Only what the scheme needs is claimed; what is missing becomes
+        a problem.
         why_static: who claims that the input is static. by_class: schemes that go with the module's class, if the file
         leaves the choice to it; those that don't fit the tensors drop out.
         """
@@ -193,7 +192,7 @@ def _leaf(module: str, leaf: str) -> str:
 
 
 def _all_zero(ref: TensorRef) -> bool:
-    return not bool(ref.read().view(torch.uint8).count_nonzero())
+    return not bool(ref.read().float().count_nonzero())
 
 
 def list_notes(kind: str, names: Iterable[str], what: str) -> str:

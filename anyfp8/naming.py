@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from anyfp8.errors import AnyFP8Error
-from anyfp8.replace import ModuleTree
+from anyfp8.experts import find_expert
+from anyfp8.replace import ModuleTree, Slot
 
 Rename = Mapping[str, str] | Callable[[str], str]
 
@@ -44,6 +45,23 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
 
 
 @dataclass(frozen=True)
+class Need:
+    """What a tensor of the file needs of the model: a place of this shape (or none, if optional)."""
+
+    shape: tuple[int, ...]
+    codes: bool = False
+    optional: bool = False
+
+    def places(self, tree: ModuleTree, name: str) -> list[Slot]:
+        """Where the model has room for it under this name: a slot, or a row of a stack of experts."""
+        slot = tree.find(name)
+        if slot is not None:
+            return [slot] if self.shape == (slot.codes_shape if self.codes else slot.shape) else []
+        found = find_expert(tree, name)
+        return [found.slot] if found is not None and found.fits(self.shape) else []
+
+
+@dataclass(frozen=True)
 class Prefix:
     """A prefix to take off the file's names, or to put before them; a function on names."""
 
@@ -58,13 +76,13 @@ class Prefix:
         return self.add + name
 
 
-def find_prefix(tree: ModuleTree, needs: Mapping[str, tuple[int, ...]], rename: Callable[[str], str]) -> Prefix:
+def find_prefix(tree: ModuleTree, needs: Mapping[str, Need], rename: Callable[[str], str]) -> Prefix:
     """The prefix by which the file's names differ from the model's, if exactly one makes the match complete.
 
-    needs: tensor name in the file → shape. Complete: every one has a place of its shape, and every place is filled.
-    Where the names match as they are, or no prefix or more than one would do, the empty prefix.
+    needs: tensor name in the file → what it needs. Complete: every one has a place of its shape, and every place is
+    filled. Where the names match as they are, or no prefix or more than one would do, the empty prefix.
     """
-    names = {rename(name): shape for name, shape in needs.items()}
+    names = {rename(name): need for name, need in needs.items()}
     if not names or _complete(tree, names, Prefix()):
         return Prefix()
     probe = max(names, key=lambda name: (name.count("."), len(name)))
@@ -82,13 +100,15 @@ def find_prefix(tree: ModuleTree, needs: Mapping[str, tuple[int, ...]], rename: 
     return Prefix(found.strip, found.add, note)
 
 
-def _complete(tree: ModuleTree, names: Mapping[str, tuple[int, ...]], prefix: Prefix) -> bool:
+def _complete(tree: ModuleTree, names: Mapping[str, Need], prefix: Prefix) -> bool:
     if prefix.strip and not all(name.startswith(prefix.strip) for name in names):
         return False
     filled: set[int] = set()
-    for name, shape in names.items():
-        slot = tree.find(prefix(name))
-        if slot is None or slot.shape != shape:
+    for name, need in names.items():
+        slots = need.places(tree, prefix(name))
+        if not slots:
+            if need.optional:
+                continue
             return False
-        filled.add(id(slot.tensor))
+        filled |= {id(slot.tensor) for slot in slots}
     return all(id(s.tensor) in filled or s.leaf == "num_batches_tracked" for s in tree.unique_slots())

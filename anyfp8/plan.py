@@ -35,6 +35,24 @@ class Parametrize:
 
 
 @dataclass(frozen=True, eq=False)
+class Stack:
+    """Fill a stacked parameter [experts, rows, columns] from single experts: `parts` of its rows, each of all experts.
+
+    All are quantized (their codes stay, behind the parameter) or, with `decode` or plain tensors, it becomes float.
+    """
+
+    slot: Slot
+    parts: tuple[tuple[LayerSpec | TensorRef, ...], ...]
+    decode: bool
+    reason: str
+
+    @property
+    def pieces(self) -> tuple[LayerSpec | TensorRef, ...]:
+        """All experts of all parts."""
+        return tuple(piece for part in self.parts for piece in part)
+
+
+@dataclass(frozen=True, eq=False)
 class Dequantize:
     """Decode `spec` once into the ordinary parameter in `slots` (several, if the model ties them)."""
 
@@ -64,7 +82,7 @@ class Skip:
     reason: str
 
 
-Step = Replace | Parametrize | Dequantize | Assign | Skip
+Step = Replace | Parametrize | Stack | Dequantize | Assign | Skip
 
 
 @dataclass(frozen=True)
@@ -100,6 +118,7 @@ class Plan:
                 why = f": {step.spec.scheme}" + (f" ({step.reason})" if step.reason else "")
                 groups.setdefault(why, []).append(step.slot.name)
             lines += [f"  {kind.__name__} {', '.join(fold(names))}{why}" for why, names in groups.items()]
+        lines += [f"  Stack {len(step.pieces)} into {step.slot.name} ({step.reason})" for step in self.of(Stack)]
         lines.append(f"  Assign {sum(1 for _ in self.of(Assign))} plain tensors")
         lines += [f"  Skip {step.name}: {step.reason}" for step in self.of(Skip)]
         lines += [f"  note: {note}" for note in self.notes]

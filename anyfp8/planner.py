@@ -12,10 +12,11 @@ from torch import nn
 
 from anyfp8.checkpoint import TensorRef
 from anyfp8.errors import Problem
+from anyfp8.experts import Expert, find_expert
 from anyfp8.layers import replacement
 from anyfp8.manifest import LayerSpec, Manifest
-from anyfp8.naming import Rename, find_prefix, renamer
-from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace, Skip, Step
+from anyfp8.naming import Need, Rename, find_prefix, renamer
+from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace, Skip, Stack, Step
 from anyfp8.replace import ModuleTree, Slot
 
 
@@ -65,6 +66,8 @@ class _Planner:
         self.notes: list[str] = list(manifest.notes)
         #: id(slot) → what of the file goes there
         self.filled: dict[int, LayerSpec | TensorRef] = {}
+        #: id(slot of a stacked parameter) → one of its places, and (part, expert) → what of the file goes there
+        self.experts: dict[int, tuple[Expert, dict[tuple[int, int], LayerSpec | TensorRef]]] = {}
         self.hint = ""
         self.rename = renamer(rename)
 
@@ -77,6 +80,7 @@ class _Planner:
         for name, ref in self.manifest.plain.items():
             self._plain(name, ref)
         self._leftovers()
+        self._stack()
         if not self.filled and self.manifest.checkpoint.tensors and not self.problems:
             detail = "none of its tensors has a place in the model"
             self.problems.append(Problem("unexpected", self.manifest.checkpoint.name, detail))
@@ -86,10 +90,13 @@ class _Planner:
         return Plan(self.manifest, tuple(self.steps), tuple(self.problems), tuple(self.notes), self.tree, self.hint)
 
     # --- names ---
-    def _needs(self) -> Mapping[str, tuple[int, ...]]:
-        """The tensor names that must have a place in the model, with their shapes."""
-        layers = {spec.weight_name: spec.shape for spec in self.manifest.layers.values()}
-        return layers | {name: ref.shape for name, ref in self.manifest.plain.items()}
+    def _needs(self) -> dict[str, Need]:
+        """What the file's tensors need of the model, by name."""
+        tensors = self.manifest.checkpoint.tensors
+        needs = {spec.weight_name: Need(spec.shape, codes=True) for spec in self.manifest.layers.values()}
+        needs |= {name: Need(ref.shape) for name, ref in self.manifest.plain.items()}
+        leftover = (*self.manifest.exceptions, *self.manifest.unclaimed)
+        return needs | {name: Need(tensors[name].shape, optional=True) for name in leftover}
 
     def _slot(self, name: str) -> Slot | None:
         return self.tree.find(self.prefix(self.rename(name)))
@@ -110,9 +117,10 @@ class _Planner:
     def _layer(self, spec: LayerSpec) -> None:
         slot = self._slot(spec.weight_name)
         if slot is None:
-            self._unexpected(spec.weight_name)
-        elif slot.shape != spec.shape:
-            self._mismatched(spec.weight, slot)
+            if not self._expert(spec.weight_name, spec):
+                self._unexpected(spec.weight.name)
+        elif slot.codes_shape != spec.shape:
+            self._mismatched(spec.weight, slot, spec.shape)
         elif self._take(slot, spec):
             self._place(slot, spec)
 
@@ -137,6 +145,9 @@ class _Planner:
         layer, reason = None, f"{slot.leaf} is no layer's weight"
         if slot.leaf == "weight":
             layer, reason = replacement(slot.owner)
+        if layer is None and slot.transposed:
+            self.problems.append(Problem("unsupported", slot.name, reason))
+            return
         if layer is None:
             self.steps.append(Parametrize(slot, spec.weight_only(), reason))
             if not spec.scheme.weight_only:
@@ -152,11 +163,48 @@ class _Planner:
     def _plain(self, name: str, ref: TensorRef) -> None:
         slot = self._slot(name)
         if slot is None:
-            self._unexpected(name)
+            if not self._expert(name, ref):
+                self._unexpected(name)
         elif slot.shape != ref.shape or not _kinds_agree(ref, slot):
             self._mismatched(ref, slot)
         elif self._take(slot, ref):
             self.steps.append(Assign((slot,), ref))
+
+    def _expert(self, name: str, piece: LayerSpec | TensorRef) -> bool:
+        """Note a tensor that is one expert of a stacked parameter; False if it is none."""
+        place = find_expert(self.tree, self.prefix(self.rename(name)))
+        if place is None:
+            return False
+        if not place.fits(piece.shape):
+            self._mismatched(piece if isinstance(piece, TensorRef) else piece.weight, place.slot, piece.shape)
+        else:
+            _, pieces = self.experts.setdefault(id(place.slot), (place, {}))
+            if pieces.setdefault((place.part, place.index), piece) is not piece:
+                self.problems.append(Problem("ambiguous", name, "two tensors of the file are this expert's"))
+        self.filled.setdefault(id(place.slot), piece)
+        return True
+
+    def _stack(self) -> None:
+        for place, pieces in self.experts.values():
+            slot, count = place.slot, place.slot.shape[0]
+            wanted = [(part, index) for part in range(place.parts) for index in range(count)]
+            if absent := [at for at in wanted if at not in pieces]:
+                what = ", ".join(f"expert {index} part {part}" for part, index in absent[:5])
+                self.problems.append(Problem("missing", slot.name, f"{len(absent)} of its experts ({what} ...)"))
+                continue
+            parts = tuple(tuple(pieces[part, index] for index in range(count)) for part in range(place.parts))
+            quantized = [piece for piece in pieces.values() if isinstance(piece, LayerSpec)]
+            if quantized and (
+                len(quantized) < len(pieces) or any(len({_scheme(p) for p in part}) > 1 for part in parts)
+            ):
+                detail = "its experts are quantized in different ways, or only some of them"
+                self.problems.append(Problem("unsupported", slot.name, detail))
+                continue
+            modules = [name.rpartition(".")[0] for name in slot.names]
+            decode = not selected([*modules, *slot.names], self.include, self.exclude)
+            self.steps.append(Stack(slot, parts, decode, f"{len(pieces)} experts of the file are one parameter here"))
+            if quantized and not decode and not quantized[0].scheme.weight_only:
+                self.notes.append(f"{slot.name}: stacked experts are decoded when used; their input is not quantized")
 
     def _leftovers(self) -> None:
         """Exceptions and unclaimed tensors; one that the model has under that name is a plain tensor after all."""
@@ -218,9 +266,9 @@ class _Planner:
         else:
             self.steps.append(Skip(name, "not in the model (strict=False)"))
 
-    def _mismatched(self, ref: TensorRef, slot: Slot) -> None:
+    def _mismatched(self, ref: TensorRef, slot: Slot, shape: tuple[int, ...] | None = None) -> None:
         kind = str(slot.tensor.dtype).removeprefix("torch.")
-        detail = f"{ref.dtype} {list(ref.shape)}, but {slot.name} of the model is {kind} {list(slot.shape)}"
+        detail = f"{ref.dtype} {list(shape or ref.shape)}, but {slot.name} of the model is {kind} {list(slot.shape)}"
         self.problems.append(Problem("mismatched", ref.name, detail, ref.file))
 
     def _missing(self) -> None:
@@ -247,6 +295,10 @@ class _Planner:
                 detail = "a non-persistent buffer, which no checkpoint holds; build the model on a real device, or "
                 detail += f"give {type(owner).__name__} a method init_non_persistent_buffers()"
                 self.problems.append(Problem("meta", name, detail))
+
+
+def _scheme(piece: LayerSpec | TensorRef) -> object:
+    return piece.scheme if isinstance(piece, LayerSpec) else None
 
 
 def _slots(step: Step) -> tuple[Slot, ...]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from anyfp8.layers import DecodedParameter, FP8Layer
-from anyfp8.layers.storage import STORED, FP8Storage
+from anyfp8.layers import DecodedParameter, FP8Layer, is_hf_conv1d
+from anyfp8.layers.storage import STORED
 
 #: child names that torch's wrappers put between a module and its own names
 _ALWAYS_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -30,7 +30,7 @@ class Slot:
     leaf: str
     tensor: Tensor
     is_buffer: bool
-    fp8: FP8Storage | None = None
+    fp8: FP8Layer | DecodedParameter | None = None
     names: list[str] = field(default_factory=list)
 
     @property
@@ -39,9 +39,23 @@ class Slot:
         return self.names[0]
 
     @property
+    def transposed(self) -> bool:
+        """Is it the weight of a layer that keeps it [in, out]?"""
+        if isinstance(self.fp8, FP8Layer):
+            return self.fp8.transposed
+        return self.leaf == "weight" and is_hf_conv1d(self.owner)
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the values, [out, in, ...]."""
-        return tuple(self.tensor.shape) if self.fp8 is None else self.fp8.weight_shape
+        """Shape of the values as a plain tensor."""
+        if self.fp8 is None:
+            return tuple(self.tensor.shape)
+        return self.fp8.weight_shape[::-1] if self.transposed else self.fp8.weight_shape
+
+    @property
+    def codes_shape(self) -> tuple[int, ...]:
+        """Shape of the values as codes, [out, in, ...]."""
+        return self.shape[::-1] if self.transposed else self.shape
 
 
 class ModuleTree:
@@ -106,7 +120,7 @@ class ModuleTree:
 
 def _slots(module: nn.Module) -> Iterator[Slot]:
     hidden = set(module._non_persistent_buffers_set)
-    decoders = _decoders(module)
+    decoders: dict[str, FP8Layer | DecodedParameter] = dict(_decoders(module))
     if isinstance(module, FP8Layer):
         hidden |= set(STORED)
         decoders["weight"] = module
@@ -120,7 +134,7 @@ def _slots(module: nn.Module) -> Iterator[Slot]:
             yield Slot(module, leaf, buffer, True)
 
 
-def _decoders(module: nn.Module) -> dict[str, FP8Storage]:
+def _decoders(module: nn.Module) -> dict[str, DecodedParameter]:
     """The parameters of this module that are FP8 codes behind a parametrization."""
     chains = module._modules.get("parametrizations")
     if chains is None:

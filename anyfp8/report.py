@@ -11,7 +11,7 @@ from anyfp8.errors import AnyFP8Error
 from anyfp8.folding import fold
 from anyfp8.layers import FP8Layer
 from anyfp8.manifest import group_by_reason
-from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace, Skip
+from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace, Skip, Stack
 from anyfp8.replace import ModuleTree
 from anyfp8.scheme import QuantizationScheme
 
@@ -122,7 +122,9 @@ def attach_plan(model: nn.Module, plan: Plan) -> None:
         ignored_files=dict(checkpoint.ignored),
         assigned=sum(1 for _ in plan.of(Assign)),
         notes=plan.notes,
-        layer_notes={s.slot.name: s.reason for kind in (Replace, Parametrize) for s in plan.of(kind) if s.reason},
+        layer_notes={
+            s.slot.name: s.reason for kind in (Replace, Parametrize, Stack) for s in plan.of(kind) if s.reason
+        },
     )
 
 
@@ -141,7 +143,7 @@ def layer_reports(model: nn.Module, notes: dict[str, str] | None = None) -> dict
     for slot in ModuleTree(model).unique_slots():
         if slot.fp8 is None:
             continue
-        size = sum(t.nbytes for t in slot.fp8.buffers(recurse=False))
+        size = sum(t.nbytes for t in slot.fp8.buffers())
         name, note = slot.name, notes.get(slot.name, "")
         if isinstance(slot.fp8, FP8Layer):
             layer, name = slot.fp8, name.rpartition(".")[0]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from anyfp8.dialects import anyfp8_json
 from anyfp8.errors import AnyFP8Error
-from anyfp8.layers import LAYERS
+from anyfp8.layers import LAYERS, FP8Layer
 from anyfp8.layers.storage import STORED, FP8Storage
 from anyfp8.numerics import FORMATS
 from anyfp8.replace import ModuleTree
@@ -67,7 +67,8 @@ def collect(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Quantization
         if slot.fp8 is not None:
             if slot.leaf != "weight":
                 raise AnyFP8Error(f"{slot.name} can't be saved: anyfp8.json describes weights of modules only")
-            _store(slot.fp8, slot.name.rpartition(".")[0], tensors, layer_config)
+            storage = slot.fp8 if isinstance(slot.fp8, FP8Layer) else slot.fp8.storages[0]
+            _store(storage, slot.name.rpartition(".")[0], tensors, layer_config)
             continue
         if slot.tensor.dtype in {spec.dtype for spec in FORMATS.values()}:
             raise AnyFP8Error(

@@ -48,8 +48,8 @@ def create_model(
     >>> from anyfp8.integrations.timm import create_model
     >>> model = anyfp8.quantize(timm.create_model("test_vit").eval(), calibration=torch.randn(2, 3, 160, 160))
     >>> anyfp8.save(model, folder / "fp8")
-    >>> create_model("test_vit", folder / "fp8").head
-    FP8Linear(in_features=64, out_features=1000, bias=True, ...)
+    >>> type(create_model("test_vit", folder / "fp8").head).__name__
+    'FP8Linear'
     """
     import timm
 
@@ -103,11 +103,11 @@ class Evaluation:
         return float(10 * torch.log10(reference.logits.double().square().sum() / noise))
 
     def _same_images(self, other: Evaluation) -> None:
-        if self.logits.shape != other.logits.shape or not torch.equal(self.targets, other.targets):
-            raise ValueError(
-                f"the evaluations are of different images or classes: logits {list(self.logits.shape)} and "
-                f"{list(other.logits.shape)}, targets {'equal' if torch.equal(self.targets, other.targets) else 'differ'}"
-            )
+        if self.logits.shape != other.logits.shape:
+            shapes = f"{list(self.logits.shape)} and {list(other.logits.shape)}"
+            raise ValueError(f"the evaluations are of different images or classes: logits {shapes}")
+        if not torch.equal(self.targets, other.targets):
+            raise ValueError("the evaluations are of different images, or in another order: their targets differ")
 
 
 def evaluate(

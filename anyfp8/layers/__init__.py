@@ -12,7 +12,7 @@ from anyfp8.layers.conv import FP8Conv1d, FP8Conv2d, FP8Conv3d
 from anyfp8.layers.embedding import FP8Embedding
 from anyfp8.layers.linear import FP8Linear
 from anyfp8.layers.mixin import FP8Layer
-from anyfp8.layers.parametrized import DecodedParameter, parametrize_codes, unparametrize
+from anyfp8.layers.parametrized import DecodedParameter, Part, parametrize_codes, unparametrize
 
 __all__ = [
     "LAYERS",
@@ -23,6 +23,8 @@ __all__ = [
     "FP8Embedding",
     "FP8Layer",
     "FP8Linear",
+    "Part",
+    "is_hf_conv1d",
     "parametrize_codes",
     "register_layer",
     "replacement",
@@ -48,12 +50,21 @@ def register_layer(float_type: type[nn.Module], fp8_type: type[FP8Layer]) -> Non
     _REGISTRY[float_type] = fp8_type
 
 
+def is_hf_conv1d(module: nn.Module) -> bool:
+    """Is it exactly transformers' Conv1D, whose weight is [in, out]? Told by its name: transformers isn't imported."""
+    return (type(module).__module__, type(module).__qualname__) == ("transformers.pytorch_utils", "Conv1D")
+
+
 def replacement(module: nn.Module) -> tuple[type[FP8Layer] | None, str]:
     """The FP8 layer that can stand in for `module`, or None and the reason why none can."""
     if isinstance(module, FP8Layer):  # already FP8: loaded over
         return type(module), ""
     if "forward" in module.__dict__:
         return None, "its forward was replaced on the instance"
+    if is_hf_conv1d(module) and type(module) not in LAYERS:
+        from anyfp8.layers.hf_conv1d import FP8HFConv1D
+
+        register_layer(type(module), FP8HFConv1D)
     if type(module) not in LAYERS:
         base = next((t for t in type(module).__mro__ if t in LAYERS), None)
         if base is not None and type(module) is not base:

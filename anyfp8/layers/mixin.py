@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ class FP8Layer(FP8Storage):
     Instances come from `from_codes` or `from_float`, never from the constructor.
     """
 
+    #: True if the float layer's weight is [in, out]; codes and scales are [out, in] all the same
+    transposed: ClassVar[bool] = False
     backend: Backend
     #: backends that were tried before the chosen one, and why they were not taken
     refusals: dict[str, str]
@@ -65,6 +67,7 @@ class FP8Layer(FP8Storage):
         scheme = scheme.for_rank(weight.dim())
         if scheme.static == (input_scale is None):
             raise ValueError("a static scheme needs an input_scale, and only a static one does")
+        weight = weight.t() if cls.transposed else weight
         codes, scale = quantize_tiled(weight, scheme.weight_dtype, scheme.tile)
         static = None if input_scale is None else input_scale.detach().float().reshape(1)
         values = {"weight_codes": codes.view(torch.uint8), "weight_scale": scale, "input_scale": static}
@@ -93,7 +96,8 @@ class FP8Layer(FP8Storage):
     @property
     def weight(self) -> Tensor:
         """The decoded weight in the compute dtype: a fresh copy at each read, and read-only."""
-        return read_only(self.decoded(self.compute_dtype))
+        decoded = self.decoded(self.compute_dtype)
+        return read_only(decoded.t() if self.transposed else decoded)
 
     @weight.setter
     def weight(self, value: Any) -> None:

@@ -1,12 +1,13 @@
 """FP8 codes behind any parameter of any module: a parametrization that decodes on access.
 
 For weights whose owner is no class we know (`nn.MultiheadAttention.in_proj_weight`, a Linear subclass with a forward of
-its own, a bare parameter). The module's own forward runs, so its input is not quantized; the report says so.
+its own, a bare parameter, stacked experts). The module's own forward runs, so its input is not quantized; the report
+says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,30 +16,72 @@ from torch.nn.utils import parametrize
 from anyfp8.layers.storage import FP8Storage
 from anyfp8.scheme import QuantizationScheme
 
+#: one part of a parameter: its scheme and values (`FP8Storage`'s buffers by name)
+Part = tuple[QuantizationScheme, Mapping[str, Tensor | None]]
 
-class DecodedParameter(FP8Storage):
-    """The parametrization. What it parametrizes is an empty tensor that only carries dtype and device."""
+
+class CodesPart(FP8Storage):
+    """Codes and scales of one part."""
+
+    def __init__(self, scheme: QuantizationScheme, values: Mapping[str, Tensor | None], dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self._store(scheme, values, dtype)
+
+
+class DecodedParameter(nn.Module):
+    """The parametrization: parts that are decoded and joined along `dim`.
+
+    What it parametrizes is an empty tensor that only carries dtype and device.
+    """
+
+    def __init__(self, parts: Sequence[Part], dtype: torch.dtype, dim: int = 0) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(CodesPart(scheme, values, dtype) for scheme, values in parts)
+        self.dim = dim
 
     def forward(self, original: Tensor) -> Tensor:
         """The decoded weight in the dtype of `original`."""
         return self.decoded(original.dtype)
 
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """The weight as real values."""
+        parts = [part.decoded(dtype) for part in self.storages]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
-def parametrize_codes(
-    module: nn.Module,
-    name: str,
-    scheme: QuantizationScheme,
-    values: Mapping[str, Tensor | None],
-    dtype: torch.dtype,
-) -> None:
+    @property
+    def storages(self) -> list[CodesPart]:
+        """The parts, typed."""
+        return [part for part in self.parts if isinstance(part, CodesPart)]
+
+    @property
+    def scheme(self) -> QuantizationScheme:
+        """The scheme of the first part."""
+        return self.storages[0].scheme
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What the weight decodes to."""
+        return self.storages[0].compute_dtype
+
+    @property
+    def weight_codes(self) -> Tensor:
+        """The codes of the first part."""
+        return self.storages[0].weight_codes
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Shape of the whole weight."""
+        shapes = [part.weight_shape for part in self.storages]
+        joined = sum(shape[self.dim] for shape in shapes)
+        return tuple(joined if axis == self.dim else n for axis, n in enumerate(shapes[0]))
+
+
+def parametrize_codes(module: nn.Module, name: str, parts: Sequence[Part], dtype: torch.dtype, dim: int = 0) -> None:
     """Replace the parameter `name` of `module`, in place, by codes that are decoded at each access."""
+    decoder = DecodedParameter(parts, dtype, dim)
     if parametrize.is_parametrized(module, name):  # loaded over: the codes are there already
-        decoder = module.parametrizations[name][0]  # type: ignore[index]
-        assert isinstance(decoder, DecodedParameter)
-        decoder._store(scheme, values, dtype)
+        module.parametrizations[name][0] = decoder  # type: ignore[index, operator]
         return
-    decoder = DecodedParameter()
-    decoder._store(scheme, values, dtype)
     carrier = nn.Parameter(torch.empty(0, dtype=dtype, device=decoder.weight_codes.device), requires_grad=False)
     setattr(module, name, carrier)
     parametrize.register_parametrization(module, name, decoder, unsafe=True)  # unsafe: its shape changes on purpose
