@@ -122,9 +122,7 @@ def attach_plan(model: nn.Module, plan: Plan) -> None:
         ignored_files=dict(checkpoint.ignored),
         assigned=sum(1 for _ in plan.of(Assign)),
         notes=plan.notes,
-        layer_notes={
-            s.slot.name: s.reason for kind in (Replace, Parametrize, Stack) for s in plan.of(kind) if s.reason
-        },
+        layer_notes={s.slot.name: s.reason for k in (Replace, Parametrize, Stack) for s in plan.of(k) if s.reason},
     )
 
 

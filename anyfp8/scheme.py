@@ -33,7 +33,7 @@ class QuantizationScheme(Mapping[str, Any]):
         powers of two), "e4m3" (NVFP4: times the file's `input_scale`), "e5m3".
     symmetric, act_symmetric: False: codes are shifted by the file's `weight_zero_point`, `input_zero_point`.
     out_dtype: dtype that the output is rounded to with the file's `output_scale`, or None.
-    The last four are left out of `to_dict()` where they have their defaults.
+    The last four are left out of iteration and of `to_dict()` where they have their defaults.
 
     >>> scheme = QuantizationScheme.from_preset("FP8_STATIC")
     >>> scheme["act_dynamic"], scheme.tile, "act_dtype" in scheme
@@ -87,16 +87,14 @@ class QuantizationScheme(Mapping[str, Any]):
         return getattr(self, key)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_FIELDS)
+        return iter(name for name in _FIELDS if name not in _RARE or self[name] != _RARE[name])
 
     def __len__(self) -> int:
-        return len(_FIELDS)
+        return len(list(iter(self)))
 
     def to_dict(self) -> dict[str, Any]:
         """The scheme as plain JSON types, as written in `anyfp8.json`."""
-        extra = ("act_scale", "symmetric", "act_symmetric", "out_dtype")
-        kept = {f.name: self[f.name] for f in fields(self) if f.name not in extra or self[f.name] != f.default}
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in kept.items()}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in self.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> QuantizationScheme:
@@ -245,6 +243,7 @@ class QuantizationScheme(Mapping[str, Any]):
 
 
 _FIELDS = tuple(f.name for f in fields(QuantizationScheme))
+_RARE = {"act_scale": "float32", "symmetric": True, "act_symmetric": True, "out_dtype": None}
 _AUTO_ROUND_KEYS = (
     *("bits", "group_size", "sym", "data_type", "act_bits", "act_group_size", "act_sym", "act_data_type"),
     *("act_dynamic", "super_bits", "super_group_size", "rotation_config"),

@@ -63,7 +63,7 @@ class FP8Layer(FP8Storage):
     @classmethod
     def from_float(cls: type[L], module: nn.Module, scheme: QuantizationScheme, input_scale: Tensor | None = None) -> L:
         """Quantize a float layer's weight with one scale per tile; `input_scale` (float32) is needed if static."""
-        weight = module.get_parameter("weight")
+        weight: Tensor = module.get_parameter("weight")
         scheme = scheme.for_rank(weight.dim())
         if scheme.static == (input_scale is None):
             raise ValueError("a static scheme needs an input_scale, and only a static one does")

@@ -8,6 +8,7 @@ says so.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,8 @@ def parametrize_codes(module: nn.Module, name: str, parts: Sequence[Part], dtype
     """Replace the parameter `name` of `module`, in place, by codes that are decoded at each access."""
     decoder = DecodedParameter(parts, dtype, dim)
     if parametrize.is_parametrized(module, name):  # loaded over: the codes are there already
-        module.parametrizations[name][0] = decoder  # type: ignore[index, operator]
+        chain = cast(nn.ModuleDict, module.parametrizations)[name]
+        cast(nn.ModuleList, chain)[0] = decoder
         return
     carrier = nn.Parameter(torch.empty(0, dtype=dtype, device=decoder.weight_codes.device), requires_grad=False)
     setattr(module, name, carrier)
