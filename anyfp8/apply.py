@@ -16,7 +16,7 @@ from anyfp8.checkpoint import TensorRef
 from anyfp8.errors import BackendError, LoadError, Problem
 from anyfp8.layers import FP8Layer, Part, parametrize_codes, unparametrize
 from anyfp8.manifest import LayerSpec
-from anyfp8.numerics import dequantize
+from anyfp8.numerics import decode, dequantize, dtype_name
 from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace, Stack
 from anyfp8.replace import ModuleTree, Slot, swap
 from anyfp8.sources import Codes
@@ -82,7 +82,7 @@ class _Applier:
         root = swap(self.plan.tree, self.twins)
         advance(sum(step.spec.nbytes for step in self.plan.of(Replace)))
         for step in self.plan.of(Assign):
-            self._assign(step.slots, step.ref.read())
+            self._assign(step.slots, _plain(step.ref))
             advance(step.ref.nbytes)
         for step in self.plan.of(Dequantize):
             value = _decoded(step.spec, self._dtype(step.slot))
@@ -116,7 +116,7 @@ class _Applier:
         parametrize_codes(slot.owner, slot.leaf, parts, self._dtype(slot), dim=1)
 
     def _float(self, piece: LayerSpec | TensorRef, slot: Slot) -> Tensor:
-        value = piece.read() if isinstance(piece, TensorRef) else _decoded(piece, self._dtype(slot))
+        value = _plain(piece) if isinstance(piece, TensorRef) else _decoded(piece, self._dtype(slot))
         return value.to(self._target(slot), self._dtype(slot))
 
     def _read(self, spec: LayerSpec, slot: Slot) -> dict[str, Tensor]:
@@ -158,6 +158,12 @@ def _overlaps(tensor: Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def _plain(ref: TensorRef) -> Tensor:
+    """A plain tensor's values; float32 where they are stored as FP8 without a scale (not every device casts FP8)."""
+    value = ref.read()
+    return decode(value.view(torch.uint8), dtype_name(value.dtype)) if ref.is_fp8 else value
+
+
 def _decoded(spec: LayerSpec, dtype: torch.dtype) -> Tensor:
     values, scheme = spec.read(), spec.scheme
     zero_point = values.get("weight_zero_point")
@@ -172,25 +178,28 @@ def _fill_meta_buffers(tree: ModuleTree, device: torch.device | None) -> Callabl
     It may look at its module's parameters for device and dtype, so these are not on meta while it runs.
     """
     where = device or torch.device("cpu")
-    saved = {name: (owner, leaf, owner._buffers[leaf]) for name, (owner, leaf) in tree.meta_buffers.items()}
+    owners = {owner: name for name, (owner, _) in tree.meta_buffers.items()}
+    saved = [(owner, dict(owner._buffers), set(owner._non_persistent_buffers_set)) for owner in owners]
 
     def undo() -> None:
-        for owner, leaf, buffer in saved.values():
-            owner._buffers[leaf] = buffer
+        for owner, buffers, hidden in saved:
+            owner._buffers.clear()
+            owner._buffers.update(buffers)
+            owner._non_persistent_buffers_set.clear()
+            owner._non_persistent_buffers_set.update(hidden)
 
     problems: list[Problem] = []
-    for owner, leaf, buffer in saved.values():
-        assert buffer is not None
-        fresh = torch.empty_like(buffer, device=where)
+    for owner, leaf in tree.meta_buffers.values():
+        fresh = torch.empty_like(owner.get_buffer(leaf), device=where)
         owner._buffers[leaf] = fresh.fill_(float("nan")) if fresh.is_floating_point() else fresh.zero_()
-    for owner, name in {owner: name for name, (owner, _, _) in saved.items()}.items():
+    for owner, name in owners.items():
         with _parameters_on(owner, where):
             try:
                 owner.init_non_persistent_buffers()  # type: ignore[operator]
             except Exception as error:
                 problems.append(Problem("meta", name, f"init_non_persistent_buffers() raised {error!r}"))
-    for name, (owner, leaf, _) in saved.items():
-        found = owner._buffers[leaf]
+    for name, (owner, leaf) in tree.meta_buffers.items():
+        found = owner._buffers.get(leaf)
         if found is None or found.is_meta or (found.is_floating_point() and found.numel() and found.isnan().all()):
             problems.append(Problem("meta", name, "init_non_persistent_buffers() left it empty"))
     if problems:

@@ -36,6 +36,11 @@ class TensorRef:
     shape: tuple[int, ...]
     _source: Tensor | tuple[_MappedFile, int, int] = field(repr=False, compare=False)
 
+    def map(self) -> None:
+        """Map its file now; raises CheckpointError if that fails, so that `read` can't."""
+        if not isinstance(self._source, Tensor):
+            self._source[0].buffer()
+
     @property
     def is_fp8(self) -> bool:
         """True if the stored dtype is one of the four FP8 formats."""
@@ -83,8 +88,11 @@ class _MappedFile:
 
     def buffer(self) -> mmap.mmap:
         if self._map is None:
-            with open(self.path, "rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            try:
+                with open(self.path, "rb") as file:
+                    self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            except OSError as error:
+                raise CheckpointError(f"{self.path} can't be mapped into memory: {error}") from error
         return self._map
 
 
@@ -272,7 +280,10 @@ def _from_files(
 
 
 #: the JSON files that dialects read
-CONFIGS = ("anyfp8.json", "config.json", "quantization_config.json", "hf_quant_config.json", "quanto_qmap.json")
+CONFIGS = (
+    *("anyfp8.json", "config.json", "quantization_config.json", "hf_quant_config.json"),
+    *("quanto_qmap.json", "quantization_map.json"),
+)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

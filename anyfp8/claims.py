@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,11 @@ class ManifestBuilder:
         self.layers: dict[str, LayerSpec] = {}
         self.problems: list[Problem] = []
         self.notes: list[str] = []
+        #: what the dialect itself knows: plain tensors although they are FP8, and exceptions with their reasons
+        self.plain: dict[str, TensorRef] = {}
+        self.exceptions: dict[str, str] = {}
+        #: see `Manifest.expects`
+        self.expects: Callable[[str, tuple[str, ...]], bool] | None = None
         self._owned: set[str] = set()
 
     def fp8_weights(self) -> dict[str, TensorRef]:
@@ -135,7 +140,9 @@ class ManifestBuilder:
             return problems
         codes = codes or Codes(weight, scheme.weight_dtype)
         scheme = scheme.for_rank(len(codes.shape))
-        if self.lenient and scale.encoding == "float":  # other producers store scales in the model's dtype
+        if (
+            self.lenient and scale.encoding == "float" and scale.ref.dtype in FLOATS
+        ):  # other producers store scales in the model's dtype
             scheme = replace(scheme, scale_dtype=dtype_name(scale.ref.torch_dtype))
         spec = LayerSpec(module, scheme, codes, scale, input_scale, tuple(found))
         return spec.header_problems() or spec
@@ -147,11 +154,10 @@ class ManifestBuilder:
 
     def build(self) -> Manifest:
         """The manifest, with every tensor that no layer claimed sorted into plain, exceptions or unclaimed."""
-        plain: dict[str, TensorRef] = {}
-        exceptions: dict[str, str] = {}
+        plain, exceptions = dict(self.plain), dict(self.exceptions)
         unclaimed: dict[str, str] = {}
         for name, ref in self.checkpoint.tensors.items():
-            if name in self._owned:
+            if name in self._owned or name in plain or name in exceptions:
                 continue
             module, _, leaf = name.rpartition(".")
             if ref.is_fp8 and not leaf.endswith("zero_point"):
@@ -165,7 +171,7 @@ class ManifestBuilder:
                 unclaimed[name] = "a scale that no layer uses"
         return Manifest(
             *(self.dialect, self.evidence, self.checkpoint, self.layers, plain, exceptions, unclaimed),
-            *(tuple(self.problems), tuple(self.notes)),
+            *(tuple(self.problems), tuple(self.notes), self.expects),
         )
 
     def _exception(self, module: str, leaf: str) -> str | None:

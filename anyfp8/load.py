@@ -68,6 +68,8 @@ def plan(
     _check_target(dtype, device)
     with _CPU:
         manifest = inspect(source, dialect=dialect, revision=revision, subfolder=subfolder, token=token)
+        for ref in manifest.checkpoint.tensors.values():
+            ref.map()
         made = build_plan(model, manifest, include=include, exclude=exclude, rename=rename, strict=strict)
         return replace(made, problems=(*made.problems, *manifest.value_problems()))
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from anyfp8.checkpoint import Checkpoint, TensorRef
 from anyfp8.errors import Problem
 from anyfp8.folding import fold
-from anyfp8.numerics import count_nonfinite, grid_shape
+from anyfp8.numerics import count_nonfinite, dtype_name, grid_shape
 from anyfp8.scheme import QuantizationScheme
 from anyfp8.sources import Codes, Scale, problem_of
 
@@ -119,7 +120,8 @@ class Manifest:
 
     layers: quantized layers by module path. plain: tensors to be taken as they are. exceptions: tensors that are
     knowingly not used, with the reason. unclaimed: tensors that nothing explains (an error under strict).
-    problems: what makes the checkpoint unusable whatever the model. notes: what a user should know.
+    problems: what makes the checkpoint unusable whatever the model. notes: what a user should know. expects: do the
+    file's lists mean this module, of a class with these names, to be quantized? (None: it has no such lists.)
     """
 
     dialect: str
@@ -131,6 +133,7 @@ class Manifest:
     unclaimed: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+    expects: Callable[[str, tuple[str, ...]], bool] | None = field(default=None, repr=False, compare=False)
 
     @property
     def layer_config(self) -> dict[str, QuantizationScheme]:
@@ -138,8 +141,12 @@ class Manifest:
         return {name: spec.scheme for name, spec in self.layers.items()}
 
     def value_problems(self) -> list[Problem]:
-        """`LayerSpec.value_problems` of every layer; reads the quantized tensors once."""
-        return [problem for spec in self.layers.values() for problem in spec.value_problems()]
+        """`LayerSpec.value_problems` of every layer, and NaN codes in plain FP8 tensors; reads these tensors once."""
+        found = [problem for spec in self.layers.values() for problem in spec.value_problems()]
+        for ref in (ref for ref in self.plain.values() if ref.is_fp8):
+            if bad := count_nonfinite(ref.read().view(torch.uint8), dtype_name(ref.torch_dtype)):
+                found.append(problem_of("invalid", ref, f"{bad} of its codes are NaN or infinite"))
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """The reading as plain JSON types."""

@@ -13,6 +13,7 @@ from torch import nn
 from anyfp8.checkpoint import TensorRef
 from anyfp8.errors import Problem
 from anyfp8.experts import Expert, find_expert
+from anyfp8.folding import fold
 from anyfp8.layers import replacement
 from anyfp8.manifest import LayerSpec, Manifest
 from anyfp8.naming import Need, Rename, find_prefix, renamer
@@ -85,6 +86,7 @@ class _Planner:
             detail = "none of its tensors has a place in the model"
             self.problems.append(Problem("unexpected", self.manifest.checkpoint.name, detail))
         self._tied()
+        self._disagreements()
         self._missing()
         self._uninitialised()
         return Plan(self.manifest, tuple(self.steps), tuple(self.problems), tuple(self.notes), self.tree, self.hint)
@@ -258,11 +260,15 @@ class _Planner:
     # --- problems ---
     def _unexpected(self, name: str) -> None:
         ref = self.manifest.checkpoint.tensors[name]
+        if self.prefix(self.rename(name)) in self.tree.lazy:
+            return  # a problem of its own: it has no shape yet
         if self.strict:
             self.problems.append(Problem("unexpected", name, file=ref.file))
             if not self.hint:
-                close = difflib.get_close_matches(self.prefix(self.rename(name)), self.tree.slots, 1)
-                self.hint = f"Closest name in the model to {name}: {close[0]}" if close else ""
+                sought = self.prefix(self.rename(name))
+                close = difflib.get_close_matches(sought, self.tree.slots, 1)
+                became = f"{name} was looked for as {sought}. " if sought != name else ""
+                self.hint = became + (f"Closest name in the model to {sought}: {close[0]}" if close else "")
         else:
             self.steps.append(Skip(name, "not in the model (strict=False)"))
 
@@ -270,6 +276,18 @@ class _Planner:
         kind = str(slot.tensor.dtype).removeprefix("torch.")
         detail = f"{ref.dtype} {list(shape or ref.shape)}, but {slot.name} of the model is {kind} {list(slot.shape)}"
         self.problems.append(Problem("mismatched", ref.name, detail, ref.file))
+
+    def _disagreements(self) -> None:
+        """Layers that the file's lists mean to be quantized, but that it stores in float: the tensors decide."""
+        found = []
+        for slot in (step.slots[0] for step in self.steps if isinstance(step, Assign)):
+            module = self.filled[id(slot)].name.rpartition(".")[0]
+            classes = tuple(t.__name__ for t in type(slot.owner).__mro__)
+            if slot.leaf == "weight" and self.manifest.expects is not None and self.manifest.expects(module, classes):
+                found.append(module)
+        if found:
+            names = ", ".join(fold(found))
+            self.notes.append(f"targeted by the config, but stored in float: {names} (the tensors decide)")
 
     def _missing(self) -> None:
         # a tensor that the file has but that can't be used has a problem of its own already

@@ -30,7 +30,8 @@ class Codes:
 
     ref: the stored tensor. format: a key of `numerics.FORMATS`. transposed: stored [in, out]. high_first: FP4 with the
     even column in the high nibble. crop: the shape of the values, where the stored tensor is padded. index: which slice
-    of the first axis, where several layers are stacked; rows: which rows of it, where several are fused.
+    of the first axis, where several layers are stacked; rows: which rows of it, where several are fused. raw: FP8 codes
+    that the dialect stores as U8.
     """
 
     ref: TensorRef
@@ -40,6 +41,7 @@ class Codes:
     crop: tuple[int, ...] | None = None
     index: int | None = None
     rows: tuple[int, int] | None = None
+    raw: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,7 +71,7 @@ class Codes:
     def problem(self) -> Problem | None:
         """What is wrong with the stored dtype or shape, as far as the header tells."""
         bits, dtype = FORMATS[self.format].bits, self.ref.dtype
-        if bits == 8 and dtype not in ("U8", "I8") and dtype_name(self.ref.torch_dtype) != self.format:
+        if bits == 8 and not (self.raw and dtype == "U8") and dtype_name(self.ref.torch_dtype) != self.format:
             detail = f"is {dtype_name(self.ref.torch_dtype)}, the manifest says {self.format}"
             return problem_of("mismatched", self.ref, detail)
         if bits < 8 and dtype not in ("U8", "I8"):
@@ -84,8 +86,9 @@ class Scale:
     """A scale, or a zero point, in the files.
 
     encoding: "float" (any float dtype, FP8 included), "e8m0" (exponent bytes), "e5m3" (bytes). swizzled: in cuBLAS's
-    128×4 layout. factor: a further scale, of one value, that multiplies it; divide: that divides it. index, rows: as in
-    `Codes` (rows counted in the grid).
+    128×4 layout. factor: a further scale, of one value, that multiplies it; divide: that divides it. divisor: the number
+    that turns the stored value into a scale, where it is an amax (the format's largest value). index, rows: as in `Codes`
+    (rows counted in the grid).
     """
 
     ref: TensorRef
@@ -93,6 +96,7 @@ class Scale:
     swizzled: bool = False
     factor: TensorRef | None = None
     divide: bool = False
+    divisor: float = 1.0
     index: int | None = None
     rows: tuple[int, int] | None = None
 
@@ -121,6 +125,7 @@ class Scale:
         else:
             value = raw.float()
         value = unswizzle(value, *grid) if self.swizzled else value.reshape(grid)
+        value = value if self.divisor == 1.0 else value / self.divisor
         if self.factor is not None:
             factor = self.factor.read().float().reshape(())
             value = value / factor if self.divide else value * factor
