@@ -1,6 +1,7 @@
 """anyfp8: load any FP8 checkpoint into any PyTorch module, and compute exactly what its author meant."""
 
 from anyfp8.backends import register_backend
+from anyfp8.convert import convert
 from anyfp8.dialects import register_dialect
 from anyfp8.errors import (
     AnyFP8Error,
@@ -40,6 +41,7 @@ __all__ = [
     "QuantizationScheme",
     "ReadOnlyWeightError",
     "SchemeError",
+    "convert",
     "dequantize",
     "inspect",
     "load",

@@ -107,10 +107,10 @@ def _eager() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = [m for m in model.modules() if m.training]
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module, training in modes:
+            module.training = training

@@ -102,6 +102,7 @@ class Checkpoint:
 
     name: what messages call it. tensors: name → TensorRef. metadata: the `__metadata__` of all files, merged.
     configs: file name → parsed JSON object, of the files beside the weights. ignored: file name → reason.
+    beside: the other files of the folder (tokenizer, configs, code), which are never opened here.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Checkpoint:
     metadata: Mapping[str, str] = field(default_factory=dict)
     configs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     ignored: Mapping[str, str] = field(default_factory=dict)
+    beside: tuple[Path, ...] = ()
 
     @classmethod
     def open(
@@ -276,7 +278,11 @@ def _from_files(
         if key not in tensors:
             raise CheckpointError(f"{folder / index} says that tensor {key!r} is in {file!r}, but it is not there")
     configs = {p.name: _read_json(p) for p in sorted(folder.glob("*.json")) if p.name in CONFIGS}
-    return Checkpoint(name, tensors, metadata, configs, ignored)
+    weights = {".safetensors", *PICKLES}
+    beside = [p for p in sorted(folder.iterdir()) if p.is_file() and p.suffix not in weights]
+    whole = name == str(folder)  # of a single file, what lies around it is not its own
+    beside = [p for p in beside if not p.name.endswith(".index.json")] if whole else []
+    return Checkpoint(name, tensors, metadata, configs, ignored, tuple(beside))
 
 
 #: the JSON files that dialects read

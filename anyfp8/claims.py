@@ -18,9 +18,12 @@ from anyfp8.sources import FLOATS, Codes, Scale, problem_of
 #: leaf names that only quantizers write; anything else is an ordinary tensor
 _SCALE_LEAF = re.compile(
     r"(weight|input|output|act|activation|k|v|q|kv|prob)_scale(_inv|_2|_ub)?|scale_(weight|input)|_amax"
-    r"|(weight|input|output)_(zero_point|global_scale)"
+    r"|(weight|input|output|k|v|q|kv)_(zero_point|global_scale)"
 )
-_KV_LEAF = re.compile(r"(k|v|q|kv|prob)_scale")
+_KV_LEAF = re.compile(r"(k|v|q|kv|prob)_(scale|zero_point|global_scale)")
+_ACT_LEAF = re.compile(r"(input|output|act|activation)_scale|(input|output)_global_scale")
+#: leaf names of a weight's codes, and of what integer formats keep beside them
+_WEIGHT_LEAF = re.compile(r"weight(_packed|_shape|_g_idx)?")
 
 
 class ManifestBuilder:
@@ -52,6 +55,11 @@ class ManifestBuilder:
                 found[module] = ref
         return found
 
+    def packed_weights(self) -> dict[str, TensorRef]:
+        """Module path → tensor, for every `<module>.weight_packed`: llm-compressor's name for codes of under 8 bits."""
+        split = ((name.rpartition("."), ref) for name, ref in self.checkpoint.tensors.items())
+        return {module: ref for (module, _, leaf), ref in split if leaf == "weight_packed"}
+
     def problem(self, kind: str, name: str | TensorRef, detail: str) -> None:
         """Record something that makes the checkpoint unusable."""
         self.problems.append(Problem(kind, name, detail) if isinstance(name, str) else problem_of(kind, name, detail))
@@ -61,7 +69,7 @@ class ManifestBuilder:
         self.problem(kind, module, detail)
         for name in self.checkpoint.tensors:
             path, _, leaf = name.rpartition(".")
-            if path == module and (leaf == "weight" or _SCALE_LEAF.fullmatch(leaf)):
+            if path == module and (_WEIGHT_LEAF.fullmatch(leaf) or _SCALE_LEAF.fullmatch(leaf)):
                 self._owned.add(name)
 
     def find(self, module: str, *leaves: str) -> TensorRef | None:
@@ -84,52 +92,65 @@ class ManifestBuilder:
         extras: Mapping[str, Scale] | None = None,
         why_static: str = "the manifest says that the input is static",
         by_class: Mapping[str, QuantizationScheme] | None = None,
+        param: str = "weight",
     ) -> None:
         """Claim the tensors of one quantized layer, and check them as far as headers tell.
 
         codes, scale, input_scale, extras: where they are; by default `<module>.weight`, `.weight_scale`,
         `.input_scale` and the names in `scheme.extras`. Only what the scheme needs is claimed; what is missing becomes
-        a problem.
+        a problem. Other producers' packed codes may also be `.weight_packed`, and NVFP4's scales may be divided by
+        `.weight_global_scale` and `.input_global_scale` (llm-compressor's names).
         why_static: who claims that the input is static. by_class: schemes that go with the module's class, if the file
-        leaves the choice to it; those that don't fit the tensors drop out.
+        leaves the choice to it; those that don't fit the tensors drop out. param: which parameter of the module.
         """
-        given = (codes, scale, input_scale, extras or {})
+        given = (param, codes, scale, input_scale, extras or {})
         tried = {name: self._spec(module, s, given, why_static) for name, s in (by_class or {}).items()}
         fitting = {name: found for name, found in tried.items() if isinstance(found, LayerSpec)}
-        result = next(iter(fitting.values())) if fitting else self._spec(module, scheme, given, why_static)
-        needed = ["weight", "weight_scale", *(["input_scale"] if scheme.needs_input_scale else []), *scheme.extras]
-        self.claim(*(self.find(module, leaf) for leaf in needed), None if codes is None else codes.ref)
+        result = self._spec(module, scheme, given, why_static)
+        if fitting and not isinstance(result, LayerSpec):
+            result = next(iter(fitting.values()))
         for source in (scale, input_scale, *(extras or {}).values()):
             self.claim(*(source.refs if source else ()))
-        if not isinstance(result, LayerSpec):
+        if not isinstance(result, LayerSpec):  # what it would have used needs no further problem
             self.problems += result
+            self.claim(self.find(module, param, f"{param}_packed") if codes is None else codes.ref)
+            self.claim(*(self.find(module, leaf) for leaf in (f"{param}_scale", *scheme.extras)))
+            needed = ["weight_global_scale"] * (scheme.scale_dtype == "float8_e4m3fn")
+            needed += ["input_scale", "input_global_scale"] * scheme.needs_input_scale
+            self.claim(*(self.find(module, leaf) for leaf in needed))
             return
         if any(found != result for found in fitting.values()):
             result = replace(result, by_class=tuple(fitting.items()))
         for spec in (result, *(found for _, found in result.by_class)):
             self.claim(*spec.refs)
-        self.layers[module] = result
+        self.layers[module if param == "weight" else _leaf(module, param)] = result
 
     def _spec(self, module: str, scheme: QuantizationScheme, given: Any, why_static: str) -> LayerSpec | list[Problem]:
         """The layer read in this scheme, or what keeps it from being read so."""
-        codes, scale, input_scale, extras = given
-        weight = self.find(module, "weight") if codes is None else codes.ref
+        param, codes, scale, input_scale, extras = given
+        weight = self.find(module, param, f"{param}_packed") if codes is None else codes.ref
         problems = []
         if weight is None:
             detail = "the manifest lists its layer, but it is not in the files"
-            problems.append(Problem("contradiction", _leaf(module, "weight"), detail))
+            problems.append(Problem("contradiction", _leaf(module, param), detail))
         elif weight.dtype in FLOATS:
             return [problem_of("contradiction", weight, f"is {weight.dtype}, the manifest says {scheme.weight_dtype}")]
         if scale is None:
-            scale = self._scale(module, "weight_scale", scheme.scale_dtype)
+            scale = self._scale(module, f"{param}_scale", scheme.scale_dtype)
+            two_level = scheme.weight_dtype == "float4_e2m1fn" and scheme.scale_dtype == "float8_e4m3fn"
+            if self.lenient and two_level and self.find(module, "weight_global_scale") is None:
+                detail = "NVFP4's scales have two levels, and this one divides them all"
+                problems.append(Problem("missing", _leaf(module, "weight_global_scale"), detail))
         if scale is None:
             stored = f"is {weight.dtype} in {weight.file}, but has no scale" if weight else "is missing"
-            problems.append(Problem("missing", _leaf(module, "weight_scale"), f"{_leaf(module, 'weight')} {stored}"))
+            problems.append(Problem("missing", _leaf(module, f"{param}_scale"), f"{_leaf(module, param)} {stored}"))
         if not scheme.needs_input_scale:
             input_scale = None
-        elif input_scale is None and (input_scale := self._scale(module, "input_scale")) is None:
+        elif input_scale is None and (input_scale := self._input_scale(module, scheme)) is None:
             detail = f"{why_static}, so the input's scale must be in the file"
-            problems.append(Problem("missing", _leaf(module, "input_scale"), detail))
+            divides = scheme.act_scale == "e4m3" and self.find(module, "weight_global_scale") is not None
+            leaf = "input_global_scale" if divides else "input_scale"
+            problems.append(Problem("missing", _leaf(module, leaf), detail))
         found: list[tuple[str, Scale]] = []
         for name in scheme.extras:
             if source := extras.get(name) or self._scale(module, name):
@@ -144,13 +165,19 @@ class ManifestBuilder:
             self.lenient and scale.encoding == "float" and scale.ref.dtype in FLOATS
         ):  # other producers store scales in the model's dtype
             scheme = replace(scheme, scale_dtype=dtype_name(scale.ref.torch_dtype))
-        spec = LayerSpec(module, scheme, codes, scale, input_scale, tuple(found))
+        spec = LayerSpec(module, scheme, codes, scale, input_scale, tuple(found), param)
         return spec.header_problems() or spec
 
     def _scale(self, module: str, leaf: str, dtype: str = "float32") -> Scale | None:
         encoding = {"float8_e8m0fnu": "e8m0", "float8_e5m3": "e5m3"}.get(dtype, "float")
         ref = self.find(module, leaf)
-        return None if ref is None else Scale(ref, encoding)
+        outer = self.find(module, "weight_global_scale") if self.lenient and dtype == "float8_e4m3fn" else None
+        return None if ref is None else Scale(ref, encoding, factor=outer, divide=outer is not None)
+
+    def _input_scale(self, module: str, scheme: QuantizationScheme) -> Scale | None:
+        if self.lenient and scheme.act_scale == "e4m3" and (outer := self.find(module, "input_global_scale")):
+            return Scale(outer, inverse=True)
+        return self._scale(module, "input_scale")
 
     def build(self) -> Manifest:
         """The manifest, with every tensor that no layer claimed sorted into plain, exceptions or unclaimed."""
@@ -160,7 +187,7 @@ class ManifestBuilder:
             if name in self._owned or name in plain or name in exceptions:
                 continue
             module, _, leaf = name.rpartition(".")
-            if ref.is_fp8 and not leaf.endswith("zero_point"):
+            if ref.is_fp8 and not _SCALE_LEAF.fullmatch(leaf):
                 looked = f"{name}_scale"
                 unclaimed[name] = f"stored in {ref.dtype}, but no scale explains it (looked for {looked})"
             elif not _SCALE_LEAF.fullmatch(leaf):
@@ -185,10 +212,10 @@ class ManifestBuilder:
             return "an upper bound for input scales, used only while quantizing"
         if not self.lenient:
             return None
-        weight = self.checkpoint.tensors.get(f"{module}.weight" if module else "weight")
+        weight = self.find(module, "weight", "weight_packed")
         if weight is not None and weight.dtype in FLOATS:
             return "a scale beside a weight that is stored in float: the weight is taken as it is"
-        if weight is None and leaf in ("input_scale", "output_scale"):
+        if weight is None and _ACT_LEAF.fullmatch(leaf):
             return "an activation scale without a quantized weight"
         return None
 

@@ -14,7 +14,7 @@ A failed call leaves the model that was passed in as it was, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from anyfp8.folding import fold
@@ -104,8 +104,12 @@ class BackendError(AnyFP8Error):
 
     def __init__(self, message: str, refusals: dict[str, str] | None = None) -> None:
         self.refusals = dict(refusals or {})
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in self.refusals.items():
-            by_reason.setdefault(reason, []).append(name)
-        lines = [message] + [f"    {', '.join(fold(names))}: {reason}" for reason, names in by_reason.items()]
-        super().__init__("\n".join(lines))
+        super().__init__(with_reasons(message, self.refusals))
+
+
+def with_reasons(message: str, refusals: Mapping[str, str]) -> str:
+    """The message, and under it each reason with the (folded) names that it holds for."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in refusals.items():
+        by_reason.setdefault(reason, []).append(name)
+    return "\n".join([message] + [f"    {', '.join(fold(names))}: {reason}" for reason, names in by_reason.items()])

@@ -34,11 +34,21 @@ class Expert:
         return len(stacked) == 3 and self.index < stacked[0] and (shape[0] * self.parts, *shape[1:]) == stacked[1:]
 
 
-def find_expert(tree: ModuleTree, name: str) -> Expert | None:
-    """The place of a per-expert weight in the model's stacked parameter, if it has one."""
+def stacked_place(name: str) -> tuple[str, int, int, int] | None:
+    """Where a per-expert weight of this name goes: the stacked parameter's name, expert, part of its rows, of how many.
+
+    >>> stacked_place("mlp.experts.3.up_proj.weight")
+    ('mlp.experts.gate_up_proj', 3, 1, 2)
+    """
     match = _EXPERT.fullmatch(name)
     if match is None:
         return None
     stacked, part, parts = _PARTS[match["leaf"]]
-    slot = tree.find(f"{match['head']}.{stacked}")
-    return None if slot is None else Expert(slot, int(match["index"]), part, parts)
+    return f"{match['head']}.{stacked}", int(match["index"]), part, parts
+
+
+def find_expert(tree: ModuleTree, name: str) -> Expert | None:
+    """The place of a per-expert weight in the model's stacked parameter, if it has one."""
+    place = stacked_place(name)
+    slot = None if place is None else tree.find(place[0])
+    return None if place is None or slot is None else Expert(slot, *place[1:])

@@ -71,7 +71,8 @@ def plan(
         for ref in manifest.checkpoint.tensors.values():
             ref.map()
         made = build_plan(model, manifest, include=include, exclude=exclude, rename=rename, strict=strict)
-        return replace(made, problems=(*made.problems, *manifest.value_problems()))
+        problems, notes = (*made.problems, *manifest.value_problems()), (*made.notes, *manifest.value_notes())
+        return replace(made, problems=problems, notes=notes)
 
 
 def load(

@@ -40,14 +40,18 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """
     tree = ModuleTree(model)
     twins: dict[nn.Module, nn.Module] = {}
-    for slot in tree.unique_slots():
-        if slot.fp8 is None:
-            continue
-        value = slot.fp8.decoded(dtype or slot.fp8.compute_dtype)
-        if isinstance(slot.fp8, FP8Layer):
-            twins[slot.fp8] = slot.fp8.to_float(value)
-        else:
-            unparametrize(slot.owner, slot.leaf, value)
+    for group in tree.tied():
+        tied: nn.Parameter | None = None  # layers that share their codes share the float weight too
+        for slot in group:
+            if slot.fp8 is None:
+                continue
+            if tied is None:
+                value = slot.fp8.decoded(dtype or slot.fp8.compute_dtype)
+                tied = nn.Parameter(value.t().contiguous() if slot.transposed else value)
+            if isinstance(slot.fp8, FP8Layer):
+                twins[slot.fp8] = slot.fp8.to_float(tied)
+            else:
+                unparametrize(slot.owner, slot.leaf, tied)
     root = swap(tree, twins)
     root.__dict__.pop("_anyfp8_load", None)
     return root

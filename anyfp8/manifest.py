@@ -12,7 +12,7 @@ from torch import Tensor
 from anyfp8.checkpoint import Checkpoint, TensorRef
 from anyfp8.errors import Problem
 from anyfp8.folding import fold
-from anyfp8.numerics import count_nonfinite, dtype_name, grid_shape
+from anyfp8.numerics import FORMATS, count_nonfinite, decode, dtype_name, expand_scale, grid_shape
 from anyfp8.scheme import QuantizationScheme
 from anyfp8.sources import Codes, Scale, problem_of
 
@@ -24,7 +24,7 @@ class LayerSpec:
     name: module path. param: which of its parameters. codes: the weight. scale: its scales, in any shape that says the
     scheme's grid. input_scale: one value, for static schemes (and NVFP4's outer one). extras: further tensors that the
     scheme names (`QuantizationScheme.extras`). by_class: where the file lets the module's class decide, class name →
-    spec; the first one in the class's MRO counts, and this spec is only the likeliest.
+    spec; the first one that is in the class's MRO counts, and this spec is only the likeliest.
     """
 
     name: str
@@ -71,17 +71,44 @@ class LayerSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
-        return sum(ref.nbytes for ref in self.refs)
+        """Bytes of all of them (of its own part, where several layers share a tensor)."""
+        return self.codes.nbytes + sum(scale.nbytes for _, scale, _ in self.scales)
+
+    def cropped(self, shape: tuple[int, ...]) -> LayerSpec:
+        """The same with the true shape of padded codes, which a model knows (`Codes.fits`)."""
+        return self if shape == self.shape else replace(self, codes=replace(self.codes, crop=shape))
 
     def read(self) -> dict[str, Tensor]:
         """Everything as it is inside: `weight_codes` (uint8), and `weight_scale`, `input_scale` ... (float32)."""
-        return {"weight_codes": self.codes.read()} | {name: scale.read(grid) for name, scale, grid in self.scales}
+        codes, scales = self.codes.read(), {name: scale.read(grid) for name, scale, grid in self.scales}
+        if (dead := self._dead(codes, scales["weight_scale"])) is not None:
+            codes = codes.masked_fill(dead, 0)
+        return {"weight_codes": codes} | scales
+
+    def has_dead_codes(self) -> bool:
+        """Are there NaN codes under a scale of 0, which `read` turns into 0?"""
+        scale = self.scale.read(self.grid)
+        return bool((scale == 0).any()) and self._dead(self.codes.read(), scale) is not None
+
+    def _dead(self, codes: Tensor, scale: Tensor) -> Tensor | None:
+        """Where codes are NaN because a producer divided tiles of zeros by their scale, which is 0 as well."""
+        zero, format = scale == 0, self.scheme.weight_dtype
+        if FORMATS[format].bits < 8 or not bool(zero.any()):
+            return None
+        dead = decode(codes, format).isfinite().logical_not_()
+        dead &= expand_scale(zero, codes.shape, self.scheme.tile)
+        return dead if bool(dead.any()) else None
 
     def weight_only(self) -> LayerSpec:
         """The same weight, with input and output left alone."""
         extras = tuple(pair for pair in self.extras if pair[0] == "weight_zero_point")
         return replace(self, scheme=self.scheme.weight_only_twin(), input_scale=None, extras=extras)
+
+    def without_input(self) -> LayerSpec:
+        """The same weight and output, with the input left alone."""
+        scheme = replace(self.scheme.weight_only_twin(), out_dtype=self.scheme.out_dtype)
+        extras = tuple(pair for pair in self.extras if pair[0] != "input_zero_point")
+        return replace(self, scheme=scheme, input_scale=None, extras=extras)
 
     def header_problems(self) -> list[Problem]:
         """What is wrong with dtypes and shapes, as far as the headers tell."""
@@ -147,6 +174,11 @@ class Manifest:
             if bad := count_nonfinite(ref.read().view(torch.uint8), dtype_name(ref.torch_dtype)):
                 found.append(problem_of("invalid", ref, f"{bad} of its codes are NaN or infinite"))
         return found
+
+    def value_notes(self) -> list[str]:
+        """What a user should know of the values."""
+        dead = [spec.weight_name for spec in self.layers.values() if spec.has_dead_codes()]
+        return [f"NaN codes under a scale of 0 were taken as 0: {', '.join(fold(dead))}"] if dead else []
 
     def to_dict(self) -> dict[str, Any]:
         """The reading as plain JSON types."""

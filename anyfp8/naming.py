@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from anyfp8.errors import AnyFP8Error
 from anyfp8.experts import find_expert
 from anyfp8.replace import ModuleTree, Slot
+from anyfp8.sources import Codes
 
 Rename = Mapping[str, str] | Callable[[str], str]
 
@@ -46,17 +47,20 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
 
 @dataclass(frozen=True)
 class Need:
-    """What a tensor of the file needs of the model: a place of this shape (or none, if optional)."""
+    """What a tensor of the file needs of the model: a place of this shape (or none, if optional).
+
+    codes: of a quantized weight, whose shape may be padded.
+    """
 
     shape: tuple[int, ...]
-    codes: bool = False
+    codes: Codes | None = None
     optional: bool = False
 
     def places(self, tree: ModuleTree, name: str) -> list[Slot]:
         """Where the model has room for it under this name: a slot, or a row of a stack of experts."""
         slot = tree.find(name)
         if slot is not None:
-            return [slot] if self.shape == (slot.codes_shape if self.codes else slot.shape) else []
+            return [slot] if (self.codes.fits(slot.codes_shape) if self.codes else self.shape == slot.shape) else []
         found = find_expert(tree, name)
         return [found.slot] if found is not None and found.fits(self.shape) else []
 
@@ -83,9 +87,10 @@ def find_prefix(tree: ModuleTree, needs: Mapping[str, Need], rename: Callable[[s
     filled. Where the names match as they are, or no prefix or more than one would do, the empty prefix.
     """
     names = {rename(name): need for name, need in needs.items()}
-    if not names or _complete(tree, names, Prefix()):
+    required = [name for name, need in names.items() if not need.optional]
+    if not required or _complete(tree, names, Prefix()):
         return Prefix()
-    probe = max(names, key=lambda name: (name.count("."), len(name)))
+    probe = max(required, key=lambda name: (name.count("."), len(name)))
     dots = [i for i, char in enumerate(probe) if char == "."]
     candidates = [Prefix(strip=probe[: i + 1]) for i in dots if tree.find(probe[i + 1 :])]
     candidates += [Prefix(add=name[: -len(probe)]) for name in tree.slots if name.endswith("." + probe)]
@@ -101,7 +106,7 @@ def find_prefix(tree: ModuleTree, needs: Mapping[str, Need], rename: Callable[[s
 
 
 def _complete(tree: ModuleTree, names: Mapping[str, Need], prefix: Prefix) -> bool:
-    if prefix.strip and not all(name.startswith(prefix.strip) for name in names):
+    if prefix.strip and not all(need.optional or name.startswith(prefix.strip) for name, need in names.items()):
         return False
     filled: set[int] = set()
     for name, need in names.items():

@@ -95,7 +95,7 @@ class _Planner:
     def _needs(self) -> dict[str, Need]:
         """What the file's tensors need of the model, by name."""
         tensors = self.manifest.checkpoint.tensors
-        needs = {spec.weight_name: Need(spec.shape, codes=True) for spec in self.manifest.layers.values()}
+        needs = {spec.weight_name: Need(spec.shape, spec.codes) for spec in self.manifest.layers.values()}
         needs |= {name: Need(ref.shape) for name, ref in self.manifest.plain.items()}
         leftover = (*self.manifest.exceptions, *self.manifest.unclaimed)
         return needs | {name: Need(tensors[name].shape, optional=True) for name in leftover}
@@ -121,17 +121,17 @@ class _Planner:
         if slot is None:
             if not self._expert(spec.weight_name, spec):
                 self._unexpected(spec.weight.name)
-        elif slot.codes_shape != spec.shape:
+        elif not spec.codes.fits(slot.codes_shape):
             self._mismatched(spec.weight, slot, spec.shape)
         elif self._take(slot, spec):
-            self._place(slot, spec)
+            self._place(slot, spec.cropped(slot.codes_shape))
 
     def _place(self, slot: Slot, spec: LayerSpec, why: str = "") -> None:
         """Decide how the codes of `spec` live in `slot`."""
         modules = [name.rpartition(".")[0] for name in slot.names]
         if spec.by_class:
-            by_class = dict(spec.by_class)
-            chosen = next((by_class[t.__name__] for t in type(slot.owner).__mro__ if t.__name__ in by_class), None)
+            classes = {t.__name__ for t in type(slot.owner).__mro__}
+            chosen = next((found for name, found in spec.by_class if name in classes), None)
             if chosen is None:
                 detail = f"no config group targets its class {type(slot.owner).__name__}"
                 self.problems.append(Problem("unsupported", slot.name, detail))
@@ -152,14 +152,14 @@ class _Planner:
             return
         if layer is None:
             self.steps.append(Parametrize(slot, spec.weight_only(), reason))
-            if not spec.scheme.weight_only:
-                self.notes.append(f"{modules[0]}: the input is not quantized ({reason})")
+            if lost := _activations(spec):
+                self.notes.append(f"{modules[0]}: {lost} not quantized ({reason})")
             return
         parents = self.tree.parents.get(id(slot.owner), [])
-        if any(isinstance(parent, nn.MultiheadAttention) for parent, _ in parents) and not spec.scheme.weight_only:
-            self.notes.append(f"{modules[0]}: nn.MultiheadAttention reads the weight, so the input is not quantized")
+        if any(isinstance(parent, nn.MultiheadAttention) for parent, _ in parents) and (lost := _activations(spec)):
+            self.notes.append(f"{modules[0]}: nn.MultiheadAttention reads the weight, so {lost} not quantized")
         if issubclass(layer, nn.Embedding) and not spec.scheme.weight_only:
-            spec, why = spec.weight_only(), "indices are not quantized"
+            spec, why = spec.without_input(), "indices are not quantized"
         self.steps.append(Replace(slot, spec, layer, why))
 
     def _plain(self, name: str, ref: TensorRef) -> None:
@@ -213,9 +213,10 @@ class _Planner:
         for table, unclaimed in ((self.manifest.exceptions, False), (self.manifest.unclaimed, True)):
             for name, reason in table.items():
                 ref = self.manifest.checkpoint.tensors[name]
-                if self._slot(name) is not None and not ref.is_fp8:
+                slot = self._slot(name)
+                if slot is not None and not ref.is_fp8:
                     self._plain(name, ref)
-                elif unclaimed and (self.strict or ref.is_fp8):
+                elif slot is not None or (unclaimed and (self.strict or ref.is_fp8)):
                     self.problems.append(Problem("unclaimed", name, reason, ref.file))
                 else:
                     self.steps.append(Skip(name, reason))
@@ -317,6 +318,13 @@ class _Planner:
 
 def _scheme(piece: LayerSpec | TensorRef) -> object:
     return piece.scheme if isinstance(piece, LayerSpec) else None
+
+
+def _activations(spec: LayerSpec) -> str:
+    """What a layer quantizes besides its weight, and the verb: "" if nothing."""
+    if spec.scheme.out_dtype is None:
+        return "" if spec.scheme.weight_only else "the input is"
+    return "the output is" if spec.scheme.weight_only else "the input and the output are"
 
 
 def _slots(step: Step) -> tuple[Slot, ...]:

@@ -91,9 +91,10 @@ def _choose(
         ):
             continue
         layer_type, reason = replacement(module)
-        rank = module.get_parameter("weight").dim()
-        if layer_type is not None and len(scheme.for_rank(rank).tile) != rank:
-            layer_type, reason = None, f"tile {list(scheme.tile)} is for weights of another rank"
+        if layer_type is not None:
+            rank = module.get_parameter("weight").dim()
+            if len(scheme.for_rank(rank).tile) != rank:
+                layer_type, reason = None, f"tile {list(scheme.tile)} is for weights of another rank"
         if layer_type is None:
             skipped[paths[0]] = reason
         else:

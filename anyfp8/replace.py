@@ -111,10 +111,16 @@ class ModuleTree:
         return iter(self._by_place.values())
 
     def tied(self) -> list[list[Slot]]:
-        """Slots grouped by the tensor they hold; tied weights share a group."""
-        groups: dict[int, list[Slot]] = {}
+        """Slots grouped by the tensor they hold; tied weights share a group.
+
+        FP8 layers are tied if their codes are the same memory: each holds a tensor object of its own after a cast.
+        """
+        groups: dict[tuple[object, ...], list[Slot]] = {}
         for slot in self.unique_slots():
-            groups.setdefault(id(slot.tensor), []).append(slot)
+            key: tuple[object, ...] = (id(slot.tensor),)
+            if slot.fp8 is not None and slot.tensor.numel() and not slot.tensor.is_meta:
+                key = (slot.tensor.data_ptr(), slot.tensor.device, slot.tensor.shape)
+            groups.setdefault(key, []).append(slot)
         return list(groups.values())
 
 

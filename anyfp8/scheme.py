@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from anyfp8.errors import SchemeError
+from anyfp8.vocabularies import auto_round_fields, compressed_tensors_fields, known_keys, one_of
 
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 WEIGHT_DTYPES = (*FP8_DTYPES, "float6_e2m3fn", "float4_e2m1fn")
@@ -59,11 +60,11 @@ class QuantizationScheme(Mapping[str, Any]):
         for name in ("weight_dtype", "scale_dtype", "act_dtype", "out_dtype"):
             value = getattr(self, name)
             object.__setattr__(self, name, value if value is None else str(value).removeprefix("torch."))
-        _one_of("weight_dtype", self.weight_dtype, WEIGHT_DTYPES)
-        _one_of("scale_dtype", self.scale_dtype, SCALE_DTYPES)
-        _one_of("act_scale", self.act_scale, ACT_SCALES)
-        _one_of("act_dtype", self.act_dtype, (None, *WEIGHT_DTYPES))
-        _one_of("out_dtype", self.out_dtype, (None, *FP8_DTYPES))
+        one_of("weight_dtype", self.weight_dtype, WEIGHT_DTYPES)
+        one_of("scale_dtype", self.scale_dtype, SCALE_DTYPES)
+        one_of("act_scale", self.act_scale, ACT_SCALES)
+        one_of("act_dtype", self.act_dtype, (None, *WEIGHT_DTYPES))
+        one_of("out_dtype", self.out_dtype, (None, *FP8_DTYPES))
         for name in ("act_dynamic", "symmetric", "act_symmetric"):
             if not isinstance(getattr(self, name), bool):
                 raise SchemeError(f"{name} is {getattr(self, name)!r}; valid: True, False")
@@ -99,7 +100,7 @@ class QuantizationScheme(Mapping[str, Any]):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> QuantizationScheme:
         """A scheme from this class's own keys; an unknown key is an error that lists the valid ones."""
-        _known_keys("QuantizationScheme", values, _FIELDS)
+        known_keys("QuantizationScheme", values, _FIELDS)
         return cls(**values)
 
     @classmethod
@@ -117,6 +118,8 @@ class QuantizationScheme(Mapping[str, Any]):
             return value
         if isinstance(value, str):
             return cls.from_preset(value)
+        if not isinstance(value, Mapping):
+            raise SchemeError(f"{value!r} is no scheme; valid: a QuantizationScheme, a preset's name, or a mapping")
         if set(value) & {"bits", "group_size", "data_type", "act_bits"}:
             return cls.from_auto_round(value)
         if "weights" in value:
@@ -127,61 +130,23 @@ class QuantizationScheme(Mapping[str, Any]):
     def from_auto_round(cls, values: Mapping[str, Any]) -> QuantizationScheme:
         """A scheme from auto-round's keys (bits, group_size, data_type, act_bits, act_dynamic ...).
 
+        data_type: fp (8 bits, any tile), mx_fp and mx_fp_rceil (8, 6 or 4 bits, groups of 32), nv_fp (NVFP4), nvfp4_v2
+        (NVFP4 with E5M3 scales).
+
         Defaults are auto-round's: act_bits absent is 16 (weight-only), act_dynamic absent is True, missing activation
         fields copy the weight's.
         """
-        _known_keys("auto-round scheme", values, _AUTO_ROUND_KEYS)
-
-        def get(key: str, default: Any) -> Any:
-            return default if values.get(key) is None else values[key]
-
-        for prefix, bits in (("", get("bits", 4)), ("act_", get("act_bits", 16))):
-            kind = get(prefix + "data_type", get("data_type", "int"))
-            if not (prefix and bits >= 16):
-                _one_of(prefix + "bits", bits, (8,))
-                _one_of(prefix + "data_type", kind, ("fp", "fp8", "fp8_e4m3"))
-                _one_of(prefix + "sym", get(prefix + "sym", True), (True,))
-        if values.get("rotation_config") or values.get("super_bits") or values.get("super_group_size"):
-            raise SchemeError("rotation_config, super_bits and super_group_size are not supported for FP8")
-        size = get("group_size", -1)
-        if isinstance(size, (list, tuple)) and len(size) != 2:
-            raise SchemeError(f"group_size is {list(size)}; valid: -1, 0, a size, or [rows, columns]")
-        tile = tuple(size) if isinstance(size, (list, tuple)) else {-1: (1, -1), 0: (-1, -1)}.get(size, (1, size))
-        if get("act_bits", 16) >= 16:
-            return cls(tile=tile)
-        act_size = get("act_group_size", size if isinstance(size, int) else size[-1])
-        act_tile = {-1: (1, -1), 0: (-1, -1)}.get(int(act_size), (1, int(act_size)))
-        return cls(tile=tile, act_dtype="float8_e4m3fn", act_dynamic=get("act_dynamic", True), act_tile=act_tile)
+        return cls(**auto_round_fields(values))
 
     @classmethod
     def from_compressed_tensors(cls, group: Mapping[str, Any]) -> QuantizationScheme:
         """A scheme from one of compressed-tensors' config groups (`weights`, `input_activations`, ...).
 
+        Groups of 32 with scale_dtype uint8 are MX (8, 6 or 4 bits), groups of 16 with 4 bits NVFP4.
+
         An unknown key inside the group or its args blocks is an error, as it is in compressed-tensors.
         """
-        _known_keys("compressed-tensors group", group, _CT_GROUP_KEYS)
-        if group.get("output_activations"):
-            raise SchemeError("output_activations are not supported")
-        weights = _ct_args("weights", group["weights"])
-        tile: Tile | None = {"tensor": (-1, -1), "channel": (1, -1)}.get(weights["strategy"])
-        if weights["strategy"] == "group":
-            tile = (1, weights["group_size"])
-        elif weights["strategy"] == "block":
-            block = weights["block_structure"]
-            tile = tuple(int(n) for n in (block.split("x") if isinstance(block, str) else block))
-        if tile is None:
-            raise SchemeError(f"weights: strategy is {weights['strategy']!r}; valid: tensor, channel, group, block")
-        if not group.get("input_activations"):
-            return cls(tile=tile)
-        act = _ct_args("input_activations", group["input_activations"])
-        act_tile = {"tensor": (-1, -1), "token": (1, -1)}.get(act["strategy"])
-        if act["strategy"] == "group":
-            act_tile = (1, act["group_size"])
-        if act_tile is None:
-            raise SchemeError(
-                f"input_activations: strategy is {act['strategy']!r}; valid: tensor (static or dynamic), token, group"
-            )
-        return cls(tile=tile, act_dtype="float8_e4m3fn", act_dynamic=bool(act["dynamic"]), act_tile=act_tile)
+        return cls(**compressed_tensors_fields(group))
 
     # --- questions that code asks of a scheme ---
     @property
@@ -244,15 +209,6 @@ class QuantizationScheme(Mapping[str, Any]):
 
 _FIELDS = tuple(f.name for f in fields(QuantizationScheme))
 _RARE = {"act_scale": "float32", "symmetric": True, "act_symmetric": True, "out_dtype": None}
-_AUTO_ROUND_KEYS = (
-    *("bits", "group_size", "sym", "data_type", "act_bits", "act_group_size", "act_sym", "act_data_type"),
-    *("act_dynamic", "super_bits", "super_group_size", "rotation_config"),
-)
-_CT_GROUP_KEYS = ("targets", "weights", "input_activations", "output_activations", "format")
-_CT_ARGS_KEYS = (
-    *("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "actorder"),
-    *("scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
-)
 
 
 def _tile(name: str, value: Any) -> Tile:
@@ -262,34 +218,6 @@ def _tile(name: str, value: Any) -> Tile:
     if not tile or any(isinstance(n, bool) or not isinstance(n, int) or (n < 1 and n != -1) for n in tile):
         raise SchemeError(f"{name} is {list(tile)}; valid: positive sizes, -1 for a whole axis")
     return tile
-
-
-def _one_of(key: str, value: Any, valid: tuple[Any, ...]) -> None:
-    if value not in valid:
-        raise SchemeError(f"{key} is {value!r}; valid: {', '.join(map(str, valid))}")
-
-
-def _known_keys(what: str, values: Mapping[str, Any], valid: tuple[str, ...]) -> None:
-    unknown = [k for k in values if k not in valid]
-    if unknown:
-        raise SchemeError(f"{what} has unknown key {', '.join(map(repr, unknown))}; valid: {', '.join(valid)}")
-
-
-def _ct_args(where: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """An args block with compressed-tensors' defaults filled in, checked to be symmetric 8-bit float."""
-    _known_keys(f"compressed-tensors {where}", args, _CT_ARGS_KEYS)
-    full = {key: args.get(key) for key in _CT_ARGS_KEYS}
-    size = full["group_size"]
-    if full["strategy"] is None:
-        full["strategy"] = "tensor" if size is None else "channel" if size == -1 else "group"
-    for key, default, valid in (("num_bits", 8, (8,)), ("type", "int", ("float",)), ("symmetric", True, (True,))):
-        _one_of(f"{where}: {key}", default if full[key] is None else full[key], valid)
-    _one_of(f"{where}: dynamic", full["dynamic"], (True, False, None))
-    if full["strategy"] == "group" and not (isinstance(size, int) and size > 0):
-        raise SchemeError(f"{where}: strategy 'group' needs a group_size, not {size!r}")
-    if full["strategy"] == "block" and not full["block_structure"]:
-        raise SchemeError(f"{where}: strategy 'block' needs a block_structure such as [128, 128]")
-    return full
 
 
 def _mx(weight: str, act: str | None) -> QuantizationScheme:
@@ -314,4 +242,5 @@ PRESETS: dict[str, QuantizationScheme] = {
     "MXFP6A16": _mx("float6_e2m3fn", None),
     "MXFP4": _mx("float4_e2m1fn", "float4_e2m1fn"),
     "MXFP4A16": _mx("float4_e2m1fn", None),
+    "NVFP4": QuantizationScheme("float4_e2m1fn", (1, 16), _E4M3, "float4_e2m1fn", True, (1, 16), "e4m3"),
 }

@@ -26,6 +26,15 @@ _REGISTRY: dict[str, Dialect | str] = {
     "anyfp8": "anyfp8_json",
     "compressed-tensors": "compressed_tensors",
     "auto-round": "auto_round",
+    "transformers-fp8": "transformers_fp8",
+    "quark": "quark",
+    "neural-compressor": "neural_compressor",
+    "modelopt": "modelopt",
+    "quanto": "quanto",
+    "bare": "bare",
+    "comfy": "comfy",
+    "bfl": "bfl",
+    "torchao": "torchao",
 }
 
 

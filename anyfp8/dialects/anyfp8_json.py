@@ -27,12 +27,6 @@ def match(checkpoint: Checkpoint) -> str | None:
     return FILE if FILE in checkpoint.configs else None
 
 
-def write(layer_config: dict[str, QuantizationScheme], ignore: list[str], producer: str) -> dict[str, Any]:
-    """The content of `anyfp8.json`."""
-    layers = {name: scheme.to_dict() for name, scheme in layer_config.items()}
-    return {"format": "anyfp8", "version": 1, "producer": producer, "ignore": ignore, "layer_config": layers}
-
-
 def read(checkpoint: Checkpoint, evidence: str) -> Manifest:
     """The manifest as written; entries, tensors and lists must agree exactly."""
     config = _check(checkpoint.configs.get(FILE), f"{checkpoint.name}: {FILE}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from anyfp8.backends.base import round_output
 from anyfp8.layers.mixin import FP8Layer
 from anyfp8.numerics import decode, expand_scale
 
@@ -17,7 +18,7 @@ class FP8Embedding(FP8Layer, nn.Embedding):
         rows = decode(self.weight_codes[input], self.scheme.weight_dtype)
         if self.weight_zero_point is not None:
             rows = rows - self._rows_of(self.weight_zero_point, input)
-        return (rows * self._rows_of(self.weight_scale, input)).to(self.compute_dtype)
+        return round_output(self, (rows * self._rows_of(self.weight_scale, input)).to(self.compute_dtype))
 
     def _rows_of(self, grid: Tensor, input: Tensor) -> Tensor:
         """The grid's entries for the rows that are looked up, made broadcastable over them."""

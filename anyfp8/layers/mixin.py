@@ -65,7 +65,7 @@ class FP8Layer(FP8Storage):
         """Quantize a float layer's weight with one scale per tile; `input_scale` (float32) is needed if static."""
         weight: Tensor = module.get_parameter("weight")
         scheme = scheme.for_rank(weight.dim())
-        if scheme.static == (input_scale is None):
+        if scheme.needs_input_scale == (input_scale is None):
             raise ValueError("a static scheme needs an input_scale, and only a static one does")
         weight = weight.t() if cls.transposed else weight
         codes, scale = quantize_tiled(weight, scheme.weight_dtype, scheme.tile)
@@ -78,7 +78,7 @@ class FP8Layer(FP8Storage):
         plain_type = next(t for t in type(self).__mro__ if not issubclass(t, FP8Storage))
         plain = cast(nn.Module, plain_type.__new__(plain_type))
         nn.Module.__init__(plain)
-        plain.register_parameter("weight", nn.Parameter(weight))
+        plain.register_parameter("weight", weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight))
         _take_over(plain, self)
         return plain
 

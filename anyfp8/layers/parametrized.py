@@ -92,4 +92,4 @@ def parametrize_codes(module: nn.Module, name: str, parts: Sequence[Part], dtype
 def unparametrize(module: nn.Module, name: str, weight: Tensor) -> None:
     """Undo `parametrize_codes`: an ordinary parameter with this float weight again."""
     parametrize.remove_parametrizations(module, name, leave_parametrized=False)
-    setattr(module, name, nn.Parameter(weight))
+    setattr(module, name, weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight))

@@ -159,4 +159,4 @@ def count_nonfinite(codes: Tensor, format: str, chunk: int = 1 << 22) -> int:
     """How many codes (uint8, any shape) are NaN or infinite; looks at `chunk` bytes at a time, without a copy."""
     spec = FORMATS[format]
     flat = codes.reshape(-1)
-    return sum(int(_is_nonfinite(flat[i : i + chunk], spec).sum()) for i in range(0, flat.numel(), chunk))
+    return sum(int(_is_nonfinite(flat[i : i + chunk], spec).count_nonzero()) for i in range(0, flat.numel(), chunk))

@@ -1,0 +1,47 @@
+"""Writes our own format: `anyfp8.json` beside the weights. It can say every scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from anyfp8.numerics import FORMATS
+from anyfp8.writers.base import Layer, leaf
+
+FILES = "model{suffix}.safetensors"
+FILE = "anyfp8.json"
+
+
+def refuse(layer: Layer) -> str | None:
+    """Nothing is refused."""
+    return None
+
+
+def refuse_all(layers: Sequence[Layer]) -> str | None:
+    """Nor is any mixture."""
+    return None
+
+
+def tensors(layer: Layer, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`weight` (codes), and `weight_scale`, `input_scale` ... in float32, as they are inside."""
+    out = {leaf(layer, "weight"): values["weight_codes"].view(FORMATS[layer.scheme.weight_dtype].dtype)}
+    for name in ("weight_scale", "input_scale", "weight_zero_point", "input_zero_point", "output_scale"):
+        value = values.get(name)
+        if value is not None:
+            out[leaf(layer, name)] = value.reshape(1) if value.numel() == 1 else value
+    return out
+
+
+def configs(layers: Sequence[Layer], floats: Sequence[str], producer: str) -> dict[str, dict[str, Any]]:
+    """The manifest, see `dialects.anyfp8_json`."""
+    schemes = {layer.name: replace(layer.scheme, scale_dtype="float32").to_dict() for layer in layers}
+    manifest = {"format": "anyfp8", "version": 1, "producer": producer}
+    return {FILE: manifest | {"ignore": sorted(floats), "layer_config": schemes}}
+
+
+def metadata(layers: Sequence[Layer], producer: str) -> dict[str, str]:
+    """The producer."""
+    return {"format": "pt", "producer": producer}
