@@ -16,10 +16,10 @@ from anyfp8.checkpoint import TensorRef
 from anyfp8.errors import BackendError, LoadError, Problem
 from anyfp8.layers import FP8Layer, Part, parametrize_codes, unparametrize
 from anyfp8.manifest import LayerSpec
-from anyfp8.numerics import decode, dequantize, dtype_name
+from anyfp8.numerics import dequantize
 from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace, Stack
 from anyfp8.replace import ModuleTree, Slot, swap
-from anyfp8.sources import Codes
+from anyfp8.sources import Codes, plain_values
 
 
 def apply_plan(
@@ -82,7 +82,7 @@ class _Applier:
         root = swap(self.plan.tree, self.twins)
         advance(sum(step.spec.nbytes for step in self.plan.of(Replace)))
         for step in self.plan.of(Assign):
-            self._assign(step.slots, _plain(step.ref))
+            self._assign(step.slots, plain_values(step.ref))
             advance(step.ref.nbytes)
         for step in self.plan.of(Dequantize):
             value = _decoded(step.spec, self._dtype(step.slot))
@@ -116,7 +116,7 @@ class _Applier:
         parametrize_codes(slot.owner, slot.leaf, parts, self._dtype(slot), dim=1)
 
     def _float(self, piece: LayerSpec | TensorRef, slot: Slot) -> Tensor:
-        value = _plain(piece) if isinstance(piece, TensorRef) else _decoded(piece, self._dtype(slot))
+        value = plain_values(piece) if isinstance(piece, TensorRef) else _decoded(piece, self._dtype(slot))
         return value.to(self._target(slot), self._dtype(slot))
 
     def _read(self, spec: LayerSpec, slot: Slot) -> dict[str, Tensor]:
@@ -140,7 +140,8 @@ class _Applier:
             return
         new = value.to(device=where, dtype=kind)
         if not fixed and isinstance(old, nn.Parameter):
-            old.data = new  # keeps the parameter's identity: ties, optimizers, hooks
+            for slot in slots:
+                slot.tensor.data = new  # keeps the parameter's identity: ties, optimizers, hooks
             return
         parameter = nn.Parameter(new, requires_grad=isinstance(old, nn.Parameter) and old.requires_grad)
         for slot in slots:
@@ -156,12 +157,6 @@ class _Applier:
 def _overlaps(tensor: Tensor) -> bool:
     """Expanded tensors: several elements are one place in memory, so they can't be copied into."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _plain(ref: TensorRef) -> Tensor:
-    """A plain tensor's values; float32 where they are stored as FP8 without a scale (not every device casts FP8)."""
-    value = ref.read()
-    return decode(value.view(torch.uint8), dtype_name(value.dtype)) if ref.is_fp8 else value
 
 
 def _decoded(spec: LayerSpec, dtype: torch.dtype) -> Tensor:

@@ -143,7 +143,8 @@ class ManifestBuilder:
                 problems.append(Problem("missing", _leaf(module, "weight_global_scale"), detail))
         if scale is None:
             stored = f"is {weight.dtype} in {weight.file}, but has no scale" if weight else "is missing"
-            problems.append(Problem("missing", _leaf(module, f"{param}_scale"), f"{_leaf(module, param)} {stored}"))
+            whose = weight.name if weight else _leaf(module, param)
+            problems.append(Problem("missing", _leaf(module, f"{param}_scale"), f"{whose} {stored}"))
         if not scheme.needs_input_scale:
             input_scale = None
         elif input_scale is None and (input_scale := self._input_scale(module, scheme)) is None:

@@ -14,7 +14,8 @@ from anyfp8.checkpoint import CONFIGS, Checkpoint, TensorRef
 from anyfp8.errors import AnyFP8Error, LoadError, Problem
 from anyfp8.folder import replacing, write_json
 from anyfp8.manifest import LayerSpec, Manifest
-from anyfp8.numerics import decode, dtype_name
+from anyfp8.numerics import decode, dtype_name, unswizzle
+from anyfp8.sources import plain_values
 from anyfp8.writers import Layer, Writer
 
 
@@ -72,7 +73,9 @@ def _values(spec: LayerSpec) -> dict[str, Tensor]:
     if spec.scale.factor is not None:  # NVFP4's two levels, for formats that keep them apart
         outer = spec.scale.factor.read().float().reshape(())
         inner = spec.scale.ref.read()
-        values["inner_scale"] = decode(inner.view(values["weight_codes"].dtype), dtype_name(inner.dtype))
+        name = dtype_name(inner.dtype) if spec.scale.ref.is_fp8 else "float8_e4m3fn"
+        inner = decode(inner.view(values["weight_codes"].dtype), name)
+        values["inner_scale"] = unswizzle(inner, *spec.grid) if spec.scale.swizzled else inner
         # multiplier and divisor both: the one that the file holds is exact, and a format stores one or the other
         values["outer_scale"], values["outer_divisor"] = (1 / outer, outer) if spec.scale.divide else (outer, 1 / outer)
     return values
@@ -112,7 +115,7 @@ def _tensors(
 ) -> Iterable[tuple[str, Tensor]]:
     for owner in owners:
         if isinstance(owner, TensorRef):
-            yield owner.name, owner.read()
+            yield owner.name, plain_values(owner)
         else:
             yield from ((n, t.contiguous()) for n, t in writer.tensors(layers[owner.name], _values(owner)).items())
 

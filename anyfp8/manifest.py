@@ -130,7 +130,9 @@ class LayerSpec:
             found.append(problem_of("invalid", self.weight, f"{bad} of its codes are NaN or infinite"))
         for name, scale, _ in self.scales:
             value = values[name]
-            if not bool(value.isfinite().all()):
+            if scale.factor is not None and not bool(scale.factor.read().float().isfinite().all()):
+                found.append(problem_of("invalid", scale.factor, "is NaN or infinite"))  # x / inf would look like a 0
+            elif not bool(value.isfinite().all()):
                 found.append(problem_of("invalid", scale.ref, "holds NaN or infinite scales"))
             elif name.endswith("zero_point"):
                 continue

@@ -180,8 +180,9 @@ class _Planner:
         if not place.fits(piece.shape):
             self._mismatched(piece if isinstance(piece, TensorRef) else piece.weight, place.slot, piece.shape)
         else:
+            whole = id(place.slot) in self.filled and id(place.slot) not in self.experts
             _, pieces = self.experts.setdefault(id(place.slot), (place, {}))
-            if pieces.setdefault((place.part, place.index), piece) is not piece:
+            if whole or pieces.setdefault((place.part, place.index), piece) is not piece:
                 self.problems.append(Problem("ambiguous", name, "two tensors of the file are this expert's"))
         self.filled.setdefault(id(place.slot), piece)
         return True
@@ -292,7 +293,8 @@ class _Planner:
 
     def _missing(self) -> None:
         # a tensor that the file has but that can't be used has a problem of its own already
-        stored = {id(slot) for name in self.manifest.checkpoint.tensors if (slot := self._slot(name))}
+        names = (name.removesuffix("_packed") for name in self.manifest.checkpoint.tensors)
+        stored = {id(slot) for name in names if (slot := self._slot(name))}
         broken = {problem.name for problem in self.manifest.problems}
         for slot in self.tree.unique_slots():
             if id(slot) in self.filled or id(slot) in stored or slot.name in broken:
@@ -348,6 +350,9 @@ def _kinds_agree(ref: TensorRef, slot: Slot) -> bool:
     if stored.is_complex or wanted.is_complex or torch.bool in (stored, wanted):
         return stored.is_complex and wanted.is_complex
     value, limits = ref.read(), torch.iinfo(wanted)
+    if stored == torch.uint64 and bool((value.view(torch.int64) < 0).any()):
+        return False  # beyond any other integer dtype
+    value = value.view(torch.int64) if stored == torch.uint64 else value.to(torch.int64)
     return not value.numel() or limits.min <= int(value.min()) <= int(value.max()) <= limits.max
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
+from anyfp8.errors import AnyFP8Error
 from anyfp8.layers import DecodedParameter, FP8Layer, is_hf_conv1d
 from anyfp8.layers.storage import STORED
 
@@ -67,6 +69,10 @@ class ModuleTree:
     """
 
     def __init__(self, root: nn.Module) -> None:
+        if scripted := [name for name, m in root.named_modules() if isinstance(m, torch.jit.ScriptModule)]:
+            raise AnyFP8Error(
+                f"{scripted[0] or type(root).__name__} is a TorchScript module, whose layers can't be swapped"
+            )
         self.root = root
         self.modules: dict[str, nn.Module] = {}
         self.parents: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -111,15 +117,12 @@ class ModuleTree:
         return iter(self._by_place.values())
 
     def tied(self) -> list[list[Slot]]:
-        """Slots grouped by the tensor they hold; tied weights share a group.
-
-        FP8 layers are tied if their codes are the same memory: each holds a tensor object of its own after a cast.
-        """
+        """Slots grouped by the memory they hold (on meta: by the tensor); tied weights share a group."""
         groups: dict[tuple[object, ...], list[Slot]] = {}
         for slot in self.unique_slots():
-            key: tuple[object, ...] = (id(slot.tensor),)
-            if slot.fp8 is not None and slot.tensor.numel() and not slot.tensor.is_meta:
-                key = (slot.tensor.data_ptr(), slot.tensor.device, slot.tensor.shape)
+            tensor, key = slot.tensor, cast(tuple[object, ...], (id(slot.tensor),))
+            if tensor.numel() and not tensor.is_meta:
+                key = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
             groups.setdefault(key, []).append(slot)
         return list(groups.values())
 

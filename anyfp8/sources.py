@@ -24,6 +24,12 @@ def problem_of(kind: str, ref: TensorRef, detail: str) -> Problem:
     return Problem(kind, ref.name, detail, ref.file)
 
 
+def plain_values(ref: TensorRef) -> Tensor:
+    """A plain tensor's values; float32 where they are stored as FP8 without a scale (not every device casts FP8)."""
+    value = ref.read()
+    return decode(value.view(torch.uint8), dtype_name(value.dtype)) if ref.is_fp8 else value
+
+
 @dataclass(frozen=True)
 class Codes:
     """A quantized weight in the files.

@@ -40,9 +40,7 @@ _SCHEMES = {
 }
 _QUANTIZER = re.compile(r"((?P<module>.+)\.)?(?P<kind>[a-z]\w*_quantizer)(\.\d+)?\.(?P<leaf>_\w+)")
 #: what changes a layer's input or output beyond rounding (AWQ, SmoothQuant, SVDQuant)
-_TRANSFORM = re.compile(
-    r"((?P<module>.+?)\.)?((input_quantizer\._)?pre_quant_scale|(weight_quantizer\.)?svdquant_lora_[ab])"
-)
+_TRANSFORM = re.compile(r"((?P<module>.+?)\.)?((input_quantizer\._)?pre_quant_scale|(weight_quantizer\.)?svdquant_\w+)")
 
 
 def match(checkpoint: Checkpoint) -> str | None:
@@ -52,9 +50,8 @@ def match(checkpoint: Checkpoint) -> str | None:
         return where if where == FILE else f"{where}: quant_method 'modelopt'"
     if quantization_config(checkpoint)[0].get("quant_method") is not None:
         return None
-    names = ((name, _QUANTIZER.fullmatch(name)) for name in checkpoint.tensors)
-    found = next((name for name, m in names if m and m["leaf"] in ("_scale", "_amax")), None)
-    return None if found is None else f"tensors named like {found}"
+    found = (m for m in map(_QUANTIZER.fullmatch, checkpoint.tensors) if m and m["leaf"] in ("_scale", "_amax"))
+    return next((f"tensors named like {m[0]}" for m in found), None)
 
 
 def read(checkpoint: Checkpoint, evidence: str) -> Manifest:
@@ -134,9 +131,9 @@ class _Reader:
         if scale is None or outer is None:
             lost = "weight_scale" if scale is None else "weight_scale_2"
             self.builder.refuse(module, "missing", f"{ref} is {algo}, but has no {module}.{lost}")
-            return
-        whole = Scale(scale, factor=outer, swizzled=self._swizzled(ref, scale))
-        self.builder.layer(module, scheme, scale=whole, why_static=why)
+        else:
+            whole = Scale(scale, factor=outer, swizzled=self._swizzled(ref, scale))
+            self.builder.layer(module, scheme, scale=whole, why_static=why)
 
     def _swizzled(self, weight: TensorRef, scale: TensorRef) -> bool:
         """Is an NVFP4 scale in cuBLAS's layout (an option of exports for single-file runtimes)? See `_layout`."""
@@ -195,8 +192,7 @@ class _Reader:
         """The manifest, with notes on lists that disagree with the tensors."""
         builder = self.builder
         if self.disagree:
-            kind = "excluded by the config, but stored in FP8"
-            builder.notes.append(list_notes(kind, self.disagree, "the tensors decide"))
+            builder.notes.append(list_notes("excluded, but stored in FP8", self.disagree, "the tensors decide"))
         if self.kv_cache:
             builder.notes.append("the KV-cache quantization is reported, not applied")
         if self.algo:

@@ -25,6 +25,6 @@ def read(checkpoint: Checkpoint, known: list[str]) -> Manifest:
         raise DialectError(
             f"{checkpoint.name} holds {len(fp8)} FP8 tensors ({', '.join(names[:5])}{more}), but no manifest that says "
             f"what they mean: no dialect recognised it (tried {', '.join(known)}; looked for anyfp8.json and for "
-            "quantization_config in config.json)"
+            'quantization_config in config.json). Pass dialect="bare" if they are plain casts without scales.'
         )
     return ManifestBuilder(checkpoint, "plain", "no FP8 tensors and no quantization config").build()
