@@ -48,7 +48,8 @@ def _refuse_foreign(path: Path) -> None:
         raise AnyFP8Error(f"{path} is a file: save to a folder of its own")
     names = sorted(p.name for p in path.iterdir())
     # without our word for it, even a model.safetensors is somebody else's
-    foreign = [name for name in names if not (name.endswith(".index.json") or _names_us(path / name))]
+    ours = [name for name in names if _names_us(path / name)]
+    foreign = [name for name in names if name not in ours and not (ours and name == "model.safetensors.index.json")]
     if foreign:
         raise AnyFP8Error(f"{path} holds other files ({', '.join(foreign[:5])}): save to a folder of its own")
 

@@ -78,7 +78,8 @@ def collect(model: nn.Module) -> tuple[list[tuple[Layer, FP8Storage]], dict[str,
         elif slot.tensor.dtype not in _STORABLE:
             raise AnyFP8Error(f"{slot.name} is {slot.tensor.dtype}, which safetensors can't hold")
         else:
-            plain[slot.name] = slot.tensor.detach()
+            # one name a tensor; two tensors over one memory need not share it in the model that is loaded into
+            plain |= {first.name: first.tensor.detach() for first in {id(s.tensor): s for s in reversed(group)}.values()}
     return stored, plain
 
 

@@ -825,6 +825,48 @@ def tied_weights_of_two_float_dtypes(c):
     c.tensors["head.weight"] = c.tensors["head.weight"].bfloat16()
 
 
+def tied_by_memory():
+    model = nn.ModuleDict({"a": nn.Linear(8, 8, bias=False), "b": nn.Linear(8, 8, bias=False)})
+    model["b"].weight = nn.Parameter(model["a"].weight.data)
+    return model
+
+
+@case(r"b\.weight.*a\.weight|a\.weight.*b\.weight", places=("real",))
+def tied_by_memory_that_differ(c):
+    c.use(tied_by_memory, [], inputs=())
+    c.tensors["b.weight"] = c.tensors["b.weight"] + 1
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.ones(2, 8, 4))
+        self.down_proj = nn.Parameter(torch.ones(2, 4, 4))
+
+
+def _experts(c, names=("gate_proj", "up_proj", "down_proj"), count=2):
+    c.use(lambda: nn.ModuleDict({"experts": Experts()}), [], inputs=())
+    c.tensors.clear()
+    c.tensors |= {f"experts.{i}.{n}.weight": torch.full((4, 4), 1.0 + i) for i in range(count) for n in names}
+
+
+@case(r"experts\.down_proj.*expert 1")
+def one_expert_missing(c):
+    _experts(c)
+    del c.tensors["experts.1.down_proj.weight"]
+
+
+@case(r"experts\.2\.\w+\.weight .*\[4, 4\]")
+def one_expert_too_many(c):
+    _experts(c, count=3)
+
+
+@case(r"experts\.gate_up_proj")
+def experts_stored_stacked_and_one_by_one(c):
+    _experts(c)
+    c.draft.tensors = c.tensors = {"experts.gate_up_proj": torch.zeros(2, 8, 4)} | c.tensors
+
+
 @case(r"second\.weight")
 def shared_layer_stored_twice_with_other_weights(c):
     c.use(Shared, [])
@@ -956,6 +998,18 @@ def test_the_snapshot_sees_any_change(tmp_path, change):
     change(model)
     with pytest.raises(AssertionError, match=r"."):
         before.assert_unchanged()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.:FutureWarning")
+def test_a_scripted_model_is_refused(tmp_path):
+    """Its code is compiled: a layer that was put into it would not be called."""
+    folder = draft(mlp(), ["0", "2"]).write(tmp_path)
+    scripted = torch.jit.script(mlp())
+    before = scripted(X)
+    for call in (anyfp8.plan, anyfp8.load):
+        with pytest.raises(anyfp8.AnyFP8Error, match=r"(?i)script"):
+            call(scripted, folder)
+    assert torch.equal(scripted(X), before)
 
 
 # --- failures of the machine, and of what was loaded before ---
