@@ -79,7 +79,8 @@ def collect(model: nn.Module) -> tuple[list[tuple[Layer, FP8Storage]], dict[str,
             raise AnyFP8Error(f"{slot.name} is {slot.tensor.dtype}, which safetensors can't hold")
         else:
             # one name a tensor; two tensors over one memory need not share it in the model that is loaded into
-            plain |= {first.name: first.tensor.detach() for first in {id(s.tensor): s for s in reversed(group)}.values()}
+            first = {id(slot.tensor): slot for slot in reversed(group)}
+            plain |= {slot.name: slot.tensor.detach() for slot in first.values()}
     return stored, plain
 
 
