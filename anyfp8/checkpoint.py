@@ -242,10 +242,17 @@ def _inside(folder: Path, name: str, where: str) -> None:
     if not name or ".." in parts or "" in parts or Path(name).is_absolute() or ":" in parts[0] or "\x00" in name:
         raise CheckpointError(f"{where} is said to be in {name!r}, which is outside the checkpoint's folder")
     target = folder / name
-    if len(parts) > 1 and folder.resolve() not in target.resolve().parents:
-        raise CheckpointError(f"{where} is said to be in {name!r}, which leads outside the checkpoint's folder")
-    if not target.is_file():
-        raise CheckpointError(f"{where} is said to be in {name!r}, which does not exist")
+    try:
+        if len(parts) > 1 and folder.resolve() not in target.resolve().parents:
+            raise CheckpointError(f"{where} is said to be in {name!r}, which leads outside the checkpoint's folder")
+        if not target.is_file():
+            raise CheckpointError(f"{where} is said to be in {name!r}, which does not exist")
+    except (OSError, ValueError) as error:  # a name that is too long, a loop of symlinks ...
+        raise CheckpointError(f"{where} is said to be in {name[:80]!r}, which can't be opened: {error}") from None
+    except RuntimeError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{where} is said to be in {name[:80]!r}, which can't be opened: {error}") from None
 
 
 def _from_files(
@@ -261,8 +268,13 @@ def _from_files(
     for file in files:
         path = folder / file
         mapped = _MappedFile(path)
-        with open(path, "rb") as stream:
-            entries, meta = read_header(stream, path.stat().st_size, str(path))
+        if not path.is_file():
+            raise CheckpointError(f"{path} is not a file")
+        try:
+            with open(path, "rb") as stream:
+                entries, meta = read_header(stream, path.stat().st_size, str(path))
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be read: {error}") from error
         metadata |= meta
         for key, entry in entries.items():
             if weight_map is not None and weight_map.get(key) != file:

@@ -13,7 +13,7 @@ from anyfp8.folding import fold
 from anyfp8.manifest import LayerSpec, Manifest
 from anyfp8.numerics import dtype_name
 from anyfp8.scheme import QuantizationScheme
-from anyfp8.sources import FLOATS, Codes, Scale, problem_of
+from anyfp8.sources import FLOATS, Codes, Scale, plain_values, problem_of
 
 #: leaf names that only quantizers write; anything else is an ordinary tensor
 _SCALE_LEAF = re.compile(
@@ -226,7 +226,7 @@ def _leaf(module: str, leaf: str) -> str:
 
 
 def _all_zero(ref: TensorRef) -> bool:
-    return not bool(ref.read().float().count_nonzero())
+    return not bool(plain_values(ref).count_nonzero())
 
 
 def list_notes(kind: str, names: Iterable[str], what: str) -> str:

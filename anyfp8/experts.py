@@ -16,7 +16,7 @@ _PARTS = {
     "w3": ("gate_up_proj", 1, 2),
     "w2": ("down_proj", 0, 1),
 }
-_EXPERT = re.compile(rf"(?P<head>(?:.*\.)?experts)\.(?P<index>\d+)\.(?P<leaf>{'|'.join(_PARTS)})\.weight")
+_EXPERT = re.compile(rf"(?P<head>(?:.*\.)?experts)\.(?P<index>[0-9]{{1,9}})\.(?P<leaf>{'|'.join(_PARTS)})\.weight")
 
 
 @dataclass(frozen=True)

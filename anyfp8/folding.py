@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from math import prod
+
+#: numbers as programs write them; longer ones are no indices
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 def fold(names: Iterable[str]) -> list[str]:
@@ -15,7 +19,7 @@ def fold(names: Iterable[str]) -> list[str]:
     templates: dict[tuple[str | None, ...], list[tuple[int, ...]]] = {}
     for name in dict.fromkeys(names):
         # only canonical numbers fold, so that unfolding is unambiguous ("01" stays as it is)
-        parts = [None if part.isdecimal() and str(int(part)) == part else part for part in name.split(".")]
+        parts = [None if _NUMBER.fullmatch(part) else part for part in name.split(".")]
         numbers = tuple(int(p) for p, t in zip(name.split("."), parts, strict=True) if t is None)
         templates.setdefault(tuple(parts), []).append(numbers)
     return [text for parts, numbers in templates.items() for text in _fold_template(parts, numbers)]

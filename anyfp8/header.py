@@ -116,6 +116,8 @@ def _entry(value: Any, data_start: int, where: str) -> Entry:
         raise CheckpointError(f"{where}: shape {shape!r} is not a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
         raise CheckpointError(f"{where}: data_offsets {offsets!r} are not two sizes")
+    if len(shape) > 64 or prod(max(n, 1) for n in shape) >= 1 << 63:
+        raise CheckpointError(f"{where}: no tensor can have {len(shape)} axes of these sizes")
     bits = prod(shape) * DTYPES[dtype][0]
     if offsets[1] - offsets[0] != -(-bits // 8):
         raise CheckpointError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from anyfp8.checkpoint import Checkpoint, TensorRef
 from anyfp8.errors import Problem
 from anyfp8.folding import fold
-from anyfp8.numerics import FORMATS, count_nonfinite, decode, dtype_name, expand_scale, grid_shape
+from anyfp8.numerics import FORMATS, count_nonfinite, decode, dequantize, dtype_name, expand_scale, grid_shape
 from anyfp8.scheme import QuantizationScheme
 from anyfp8.sources import Codes, Scale, problem_of
 
@@ -121,6 +121,14 @@ class LayerSpec:
             found += scale.problems(grid, "a static input's scale" if grid == (1,) else what)
         return found
 
+    def _representable(self, values: Mapping[str, Tensor]) -> bool:
+        scale = values["weight_scale"]
+        largest = FORMATS[self.scheme.weight_dtype].max
+        if not scale.numel() or not bool(scale.isfinite().all()) or bool((scale.max() * largest).isfinite()):
+            return True  # the usual case, or a problem of its own
+        decoded = dequantize(values["weight_codes"], scale, self.scheme.weight_dtype, self.scheme.tile, torch.float32)
+        return bool(decoded.isfinite().all())
+
     def value_problems(self) -> list[Problem]:
         """What is wrong with the values: NaN or infinite codes; scales that are NaN, infinite, negative, or zero where
         something is divided by them."""
@@ -128,6 +136,8 @@ class LayerSpec:
         values = self.read()
         if bad := count_nonfinite(values["weight_codes"], self.scheme.weight_dtype):
             found.append(problem_of("invalid", self.weight, f"{bad} of its codes are NaN or infinite"))
+        elif not self._representable(values):
+            found.append(problem_of("invalid", self.scale.ref, "times its codes is beyond float32"))
         for name, scale, _ in self.scales:
             value = values[name]
             if scale.factor is not None and not bool(scale.factor.read().float().isfinite().all()):

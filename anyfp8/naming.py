@@ -91,7 +91,8 @@ def find_prefix(tree: ModuleTree, needs: Mapping[str, Need], rename: Callable[[s
     if not required or _complete(tree, names, Prefix()):
         return Prefix()
     probe = max(required, key=lambda name: (name.count("."), len(name)))
-    dots = [i for i, char in enumerate(probe) if char == "."]
+    longest = max(map(len, tree.slots), default=0)  # no name of the model, wrappers included, is a much longer rest
+    dots = [i for i, char in enumerate(probe) if char == "." and len(probe) - i - 1 <= 2 * longest + 64]
     candidates = [Prefix(strip=probe[: i + 1]) for i in dots if tree.find(probe[i + 1 :])]
     candidates += [Prefix(add=name[: -len(probe)]) for name in tree.slots if name.endswith("." + probe)]
     complete = [p for p in candidates if _complete(tree, names, p)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from anyfp8.checkpoint import TensorRef
-from anyfp8.errors import Problem
+from anyfp8.errors import DialectError, Problem
 from anyfp8.experts import Expert, find_expert
 from anyfp8.folding import fold
 from anyfp8.layers import replacement
@@ -285,17 +286,27 @@ class _Planner:
         for slot in (step.slots[0] for step in self.steps if isinstance(step, Assign)):
             module = self.filled[id(slot)].name.rpartition(".")[0]
             classes = tuple(t.__name__ for t in type(slot.owner).__mro__)
-            if slot.leaf == "weight" and self.manifest.expects is not None and self.manifest.expects(module, classes):
+            if slot.leaf == "weight" and self._expects(module, classes):
                 found.append(module)
         if found:
             names = ", ".join(fold(found))
             self.notes.append(f"targeted by the config, but stored in float: {names} (the tensors decide)")
 
+    def _expects(self, module: str, classes: tuple[str, ...]) -> bool:
+        if self.manifest.expects is None:
+            return False
+        try:
+            return self.manifest.expects(module, classes)
+        except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, re.error) as error:
+            source = self.manifest.checkpoint.name
+            raise DialectError(f"{source}: its {self.manifest.dialect} config is malformed: {error!r}") from error
+
     def _missing(self) -> None:
         # a tensor that the file has but that can't be used has a problem of its own already
-        names = (name.removesuffix("_packed") for name in self.manifest.checkpoint.tensors)
+        broken = {problem.name for problem in self.problems}
+        names = [name for name in self.manifest.checkpoint.tensors if not name.endswith("_packed")]
+        names += [name.removesuffix("_packed") for name in broken]
         stored = {id(slot) for name in names if (slot := self._slot(name))}
-        broken = {problem.name for problem in self.manifest.problems}
         for slot in self.tree.unique_slots():
             if id(slot) in self.filled or id(slot) in stored or slot.name in broken:
                 continue

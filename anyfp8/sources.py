@@ -94,6 +94,8 @@ class Codes:
             return problem_of("mismatched", self.ref, detail)
         if bits < 8 and dtype not in ("U8", "I8"):
             return problem_of("mismatched", self.ref, f"is {dtype}; packed {self.format} codes are U8")
+        if bits < 8 and len(self.ref.shape) < 2:
+            return problem_of("mismatched", self.ref, f"shape {list(self.ref.shape)}, but a matrix is expected")
         if (self.transposed or self.crop is not None or self.padded_to > 1) and len(self.ref.shape) != 2:
             return problem_of("mismatched", self.ref, f"shape {list(self.ref.shape)}, but a matrix is expected")
         return None

@@ -329,6 +329,20 @@ def test_wrapped_blocks_inside_a_model(tmp_path, wrapper):
     assert_close(run(loaded, X), run(oracle(seeded(net), written), X), 1e-5)
 
 
+def test_distributed_data_parallel(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        written = draft(mlp(), ["0", "2"])
+        model = nn.parallel.DistributedDataParallel(stale(mlp()))
+        anyfp8.load(model, written.write(tmp_path / "plain"))
+        assert_close(run(model, X), run(oracle(mlp(), written), X), 1e-5)
+        written.renamed(lambda path: f"module.{path}").write(tmp_path / "wrapped")
+        assert_holds(anyfp8.load(stale(mlp()), tmp_path / "wrapped"), written, ["0", "2"])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("which", ["root", "layer", "bare"])
 def test_modules_compiled_in_place(tmp_path, which):
     net = (lambda: nn.Linear(8, 4)) if which == "bare" else mlp

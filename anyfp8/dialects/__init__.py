@@ -81,7 +81,7 @@ def read(checkpoint: Checkpoint, dialect: str | None = None) -> Manifest:
 def _read(name: str, dialect: Dialect, checkpoint: Checkpoint, evidence: str) -> Manifest:
     try:
         return dialect.read(checkpoint, evidence)
-    except (AttributeError, TypeError, ValueError, LookupError, re.error) as error:
+    except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, re.error) as error:
         if isinstance(error, AnyFP8Error):
             raise
         # a list where a dict belongs, a word where a number does ...: foreign JSON, checked by using it

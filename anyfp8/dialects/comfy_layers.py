@@ -164,7 +164,10 @@ def _cropped(builder: ManifestBuilder, module: str, codes: Codes, label: dict[st
     """The codes without their padding, if the label says their shape; None (and a problem) if it can't be theirs."""
     if (stated := label.get("orig_shape")) is None:
         return codes
-    shape = tuple(int(n) for n in stated)
+    shape = tuple(n for n in stated if isinstance(n, int))
+    if len(shape) != len(stated):
+        builder.refuse(module, "contradiction", f"its label's orig_shape {stated!r} is no shape")
+        return None
     if not codes.fits(shape):
         detail = f"its label says shape {list(shape)}, but {codes.ref} holds {list(codes.shape)}"
         builder.refuse(module, "contradiction", detail)

@@ -85,6 +85,9 @@ def _quantizers(builder: ManifestBuilder) -> None:
             builder.exceptions[name] = "a scale beside a weight that is stored in float: the weight is taken as it is"
         elif quantizer == "quant_input" and leaf == "scale_inv" and scale is not None:
             builder.exceptions[name] = "the reciprocal of the input's scale, which is used"
+            if scale.shape != ref.shape:
+                builder.problem("contradiction", ref, f"has another shape than {scale.name}")
+                continue
             product = scale.read().float() * ref.read().float()
             if not bool((product.sub(1).abs() < 0.02).all()):  # both are rounded to bfloat16
                 builder.problem("contradiction", ref, f"is not 1 / {scale.name}")

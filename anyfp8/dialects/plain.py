@@ -27,4 +27,11 @@ def read(checkpoint: Checkpoint, known: list[str]) -> Manifest:
             f"what they mean: no dialect recognised it (tried {', '.join(known)}; looked for anyfp8.json and for "
             'quantization_config in config.json). Pass dialect="bare" if they are plain casts without scales.'
         )
+    scaled = {name.rpartition(".")[0] for name in checkpoint.tensors if name.rpartition(".")[2] == "weight_scale"}
+    for name, ref in checkpoint.tensors.items():
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight_packed" or (leaf == "weight" and module in scaled and ref.dtype in ("U8", "I8", "I32")):
+            raise DialectError(
+                f"{ref} ({ref.dtype}) looks quantized, but no manifest says how (tried {', '.join(known)})"
+            )
     return ManifestBuilder(checkpoint, "plain", "no FP8 tensors and no quantization config").build()

@@ -106,15 +106,21 @@ def _scheme(kind: str, data: Record, stored: dict[str, TensorRef]) -> tuple[Quan
         return QuantizationScheme(dtype, tile, **_input(act)), Scale(scale)
     if len(weight.shape) != 2 and data.get("is_swizzled_scales"):
         raise SchemeError(f"swizzled scales of a weight of shape {list(weight.shape)}")
-    tile = (*(1,) * (len(weight.shape) - 1), int(data["block_size"]))
+    tile = (*(1,) * (len(weight.shape) - 1), _size(data["block_size"]))
     scheme = QuantizationScheme(dtype, tile, "float8_e8m0fnu", **_mx_input(act))
     return scheme, Scale(scale, "e8m0", swizzled=bool(data.get("is_swizzled_scales")))
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int:
+        raise SchemeError(f"block_size {value!r} is no size")
+    return value
 
 
 def _tile(block: list[int] | Tile, shape: tuple[int, ...]) -> Tile:
     if len(block) != len(shape):
         raise SchemeError(f"block_size {list(block)} for a weight of shape {list(shape)}")
-    return tuple(-1 if b == n else int(b) for b, n in zip(block, shape, strict=True))
+    return tuple(-1 if b == n else _size(b) for b, n in zip(block, shape, strict=True))
 
 
 def _input(act: Record | None) -> dict[str, Any]:
@@ -143,7 +149,7 @@ def _mx_input(act: Record | None) -> dict[str, Any]:
     mode = data["scaling_mode"]["_data"]
     if mode not in _SCALING:
         raise SchemeError(f"its input's scaling_mode is {mode}; those that are read are {', '.join(_SCALING)}")
-    tile = (1, int(data["block_size"]))
+    tile = (1, _size(data["block_size"]))
     fields = {"act_dtype": _dtype(data["elem_dtype"]), "act_dynamic": True, "act_tile": tile}
     return fields | {"act_scale": _SCALING[mode]}
 

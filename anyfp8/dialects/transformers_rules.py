@@ -127,5 +127,9 @@ def _beginning(patterns: tuple[str, ...], bounded: bool) -> re.Pattern[str]:
     either = "|".join(f"(?:{pattern})" for pattern in patterns) or "(?!)"
     try:
         return re.compile(f"(?:{either}){boundary}")
-    except re.error:  # lists only explain: one that is no regex is no reason not to load
+    except (
+        re.error,
+        OverflowError,
+        RecursionError,
+    ):  # lists only explain: one that is no regex is no reason not to load
         return re.compile(f"(?:{'|'.join(map(re.escape, patterns))}){boundary}")

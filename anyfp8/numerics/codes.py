@@ -81,7 +81,7 @@ def logical_shape(codes: Sequence[int], format: str) -> tuple[int, ...]:
     ((16, 64), (16, 32))
     """
     bits = FORMATS[format].bits
-    return tuple(codes) if bits == 8 else (*codes[:-1], codes[-1] * 8 // bits)
+    return tuple(codes) if bits == 8 or not codes else (*codes[:-1], codes[-1] * 8 // bits)
 
 
 def unpack(codes: Tensor, format: str) -> Tensor:
