@@ -174,6 +174,8 @@ def _from_mapping(tensors: Mapping[str, Tensor]) -> Checkpoint:
     words = {dtype: word for word, (_, dtype) in DTYPES.items() if dtype is not None}
     refs = {}
     for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise CheckpointError(f"{name!r} in the mapping is not a name")
         if not isinstance(tensor, Tensor) or tensor.dtype not in words:
             raise CheckpointError(f"{name!r} in the mapping is not a tensor of a dtype that safetensors can hold")
         if tensor.is_meta or tensor.layout != torch.strided:
@@ -200,9 +202,10 @@ def _from_folder(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{folder} holds no .safetensors file{hint}")
     shards = [m for m in map(_SHARD.fullmatch, weights) if m]
     if shards and len(shards) == len(weights):  # shards whose index was lost: they must be complete
-        stems = {m["stem"] for m in shards}
         count = int(shards[0]["count"])
-        if len(stems) == 1 and [int(m["index"]) for m in shards] == list(range(1, count + 1)):
+        if len({(m["stem"], m["count"]) for m in shards}) == 1 and [int(m["index"]) for m in shards] == list(
+            range(1, count + 1)
+        ):
             return _from_files(folder, str(folder), weights, pickles)
         raise CheckpointError(f"{folder} has shards ({', '.join(weights)}) that are not one complete set, and no index")
     chosen = _choose(folder, weights, ".safetensors")

@@ -75,11 +75,11 @@ class LoadError(AnyFP8Error):
     """Checkpoint and model don't fit together; `problems` holds all the reasons, not just the first."""
 
     def __init__(self, problems: Sequence[Problem], source: str = "", hint: str = "") -> None:
-        self.problems = tuple(problems)
+        self.problems, self._rest = tuple(problems), (source, hint)
         super().__init__(describe(self.problems, source, hint))
 
-    def __reduce__(self) -> tuple[type[LoadError], tuple[Sequence[Problem]]]:
-        return type(self), (self.problems,)
+    def __reduce__(self) -> tuple[type[LoadError], tuple[Sequence[Problem], str, str]]:
+        return type(self), (self.problems, *self._rest)
 
 
 def describe(problems: Sequence[Problem], source: str = "", hint: str = "") -> str:

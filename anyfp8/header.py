@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass
-from math import prod
 from typing import Any, BinaryIO
 
 import torch
@@ -74,14 +73,15 @@ def read_header(file: BinaryIO, size: int, name: str) -> tuple[dict[str, Entry],
             f"but the file has {size} (and a header at most {MAX_HEADER})"
         )
     try:
-        header = json.loads(file.read(length), object_pairs_hook=no_duplicates)
+        header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=no_duplicates)
     except DuplicateKey as error:
         raise CheckpointError(f"{name}: the header names {error} twice") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{name}: the header is not valid JSON ({error})") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{name}: the header is not a JSON object")
-    metadata = header.pop("__metadata__", None) or {}
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"{name}: __metadata__ must map strings to strings")
     entries = {key: _entry(value, 8 + length, f"{name}: tensor {key!r}") for key, value in header.items()}
@@ -97,8 +97,8 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An `object_pairs_hook` for json that raises DuplicateKey instead of keeping the last value."""
     out = dict(pairs)
     if len(out) < len(pairs):
-        keys = [k for k, _ in pairs]
-        raise DuplicateKey(next(repr(k) for k in keys if keys.count(k) > 1))
+        seen: set[str] = set()
+        raise DuplicateKey(next(repr(k) for k, _ in pairs if k in seen or seen.add(k)))  # type: ignore[func-returns-value]
     return out
 
 
@@ -116,9 +116,14 @@ def _entry(value: Any, data_start: int, where: str) -> Entry:
         raise CheckpointError(f"{where}: shape {shape!r} is not a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
         raise CheckpointError(f"{where}: data_offsets {offsets!r} are not two sizes")
-    if len(shape) > 64 or prod(max(n, 1) for n in shape) >= 1 << 63:
-        raise CheckpointError(f"{where}: no tensor can have {len(shape)} axes of these sizes")
-    bits = prod(shape) * DTYPES[dtype][0]
+    if len(shape) > 64:
+        raise CheckpointError(f"{where}: no tensor can have {len(shape)} axes")
+    bits = DTYPES[dtype][0]
+    for n in shape:  # one that torch can't count is a lie, and its product could have millions of digits
+        bits *= max(n, 1)
+        if bits >= 1 << 66:
+            raise CheckpointError(f"{where}: shape {str(shape[:8])[:-1]}...] is larger than any tensor can be")
+    bits *= 0 not in shape
     if offsets[1] - offsets[0] != -(-bits // 8):
         raise CheckpointError(
             f"{where}: its data_offsets span {offsets[1] - offsets[0]} bytes, but {dtype} of shape {shape} needs "

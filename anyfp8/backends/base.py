@@ -60,9 +60,14 @@ class Backend(Protocol):
 
 def output_dtype(x: Tensor) -> torch.dtype:
     """The dtype that the float layer's output would have: x's own, or autocast's (which leaves float64 alone)."""
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+    if x.dtype != torch.float64 and autocasting(x):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
+
+
+def autocasting(x: Tensor) -> bool:
+    """Is autocast on for x's device? (There is none for meta, and asking is an error.)"""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def input_scale(layer: Layer, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anyfp8.backends.base import Layer, input_scale, is_rowwise, output_dtype
+from anyfp8.backends.base import Layer, autocasting, input_scale, is_rowwise, output_dtype
 from anyfp8.backends.device import DeviceInfo
 from anyfp8.numerics import decode, expand_scale, round_to_grid
 from anyfp8.scheme import QuantizationScheme
@@ -85,7 +85,7 @@ def _without_autocast(layer: Layer, x: Tensor, op: Op, spatial: int) -> Tensor:
     if layer.scheme.act_dtype is None:
         return _weight_only(layer, x, op)
     dtype = output_dtype(x)
-    if torch.is_autocast_enabled(x.device.type):  # it would round the float32 accumulation to its own dtype
+    if autocasting(x):  # it would round the float32 accumulation to its own dtype
         with torch.autocast(x.device.type, enabled=False):
             return _quantized(layer, x, op, spatial, layer.scheme.act_dtype).to(dtype)
     return _quantized(layer, x, op, spatial, layer.scheme.act_dtype).to(dtype)

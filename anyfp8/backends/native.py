@@ -87,24 +87,28 @@ def _linear(layer: Layer, x: Tensor, bias: Tensor | None) -> Tensor:
     scheme, dtype = layer.scheme, output_dtype(x)
     assert scheme.act_dtype is not None
     n, k = layer.weight_codes.shape
-    rows = x.reshape(-1, k)
+    rows = x.reshape(-1, k).contiguous()  # the kernels want rows, whatever the layout of x
     if rows.shape[0] == 0:  # the kernels refuse empty operands
         return x.new_zeros((*x.shape[:-1], n), dtype=dtype)
     scale = input_scale(layer, rows).reshape(-1, 1)
     a = quantize(rows.float() / scale, scheme.act_dtype)
     b = layer.weight_codes.view(FORMATS[scheme.weight_dtype].dtype)
-    y = _scaled_mm(_pad(a, 1), _pad(_pad(b, 1), 0).t(), scale, layer.weight_scale.reshape(1, -1), bias, dtype, n)
+    y = _scaled_mm(
+        _pad(a, 1), _pad(_pad(b, 1), 0).contiguous().t(), scale, layer.weight_scale.reshape(1, -1), bias, dtype, n
+    )
     return y.reshape(*x.shape[:-1], n)
 
 
 def _scaled_mm(a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None, dtype: torch.dtype, n: int) -> Tensor:
     """a [M, K] × b [K, N ≥ n], scales [M or 1, 1] and [1, n or 1] → [M, n] with one rounding to `dtype`."""
-    per_tensor = sa.numel() == sb.numel() == 1
+    per_tensor = sb.numel() == 1 and sa.numel() == 1  # comparing them would tie the batch to N under torch.compile
     short = dtype in (torch.bfloat16, torch.float16)
     if short and (bias is None or bias.dtype == dtype):  # the kernel's epilogue scales, adds and rounds once
         wide = None if bias is None else _pad(bias, 0)
         if per_tensor:
             return _call(a, b, sa, sb, "TensorWise", wide, dtype)[:, :n]
+    if dtype == torch.bfloat16 and not per_tensor and (bias is None or bias.dtype == dtype):
+        wide = None if bias is None else _pad(bias, 0)
         sa, sb = sa.expand(a.shape[0], 1).contiguous(), _pad(sb.expand(1, n), 1).contiguous()
         return _call(a, b, sa, sb, "RowWise", wide, dtype)[:, :n]
     if per_tensor:
@@ -144,6 +148,14 @@ class _Differentiable(torch.autograd.Function):
         (x,), layer = ctx.saved_tensors, ctx.layer
         grad_x = grad.float() @ layer.decoded(torch.float32)
         if not layer.scheme.act_dynamic:
-            grad_x = grad_x * ((x.float() / layer.input_scale).abs() <= FORMATS[layer.scheme.act_dtype].max)
-        grad_bias = None if ctx.bias is None else grad.float().flatten(0, -2).sum(0).to(ctx.bias)
+            grad_x = grad_x * _inside(x.float() / layer.input_scale, FORMATS[layer.scheme.act_dtype].max)
+        grad_bias = None if ctx.bias is None else grad.float().reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias)
         return grad_x.to(x.dtype), grad_bias, None
+
+
+def _inside(x: Tensor, top: float) -> Tensor:
+    """The derivative of clamp, which at ±top is 1 or 0 by torch's version; the emulation has the same."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        (inside,) = torch.autograd.grad(x.clamp(-top, top).sum(), x)
+    return inside

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from anyfp8.backends.base import round_output
 from anyfp8.layers.mixin import FP8Layer
@@ -15,7 +16,9 @@ class FP8Embedding(FP8Layer, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Indices of any shape → [..., embedding_dim], in the compute dtype."""
-        rows = decode(self.weight_codes[input], self.scheme.weight_dtype)
+        # F.embedding refuses negative indices and masks, which indexing would accept
+        work = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+        rows = decode(F.embedding(input, self.weight_codes), self.scheme.weight_dtype, work)
         if self.weight_zero_point is not None:
             rows = rows - self._rows_of(self.weight_zero_point, input)
         return round_output(self, (rows * self._rows_of(self.weight_scale, input)).to(self.compute_dtype))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from anyfp8.layers.readonly import read_only
 from anyfp8.layers.storage import FP8Storage
 from anyfp8.scheme import QuantizationScheme
 
@@ -42,7 +43,7 @@ class DecodedParameter(nn.Module):
 
     def forward(self, original: Tensor) -> Tensor:
         """The decoded weight in the dtype of `original`."""
-        return self.decoded(original.dtype)
+        return read_only(self.decoded(original.dtype))
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """The weight as real values."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,15 +35,45 @@ class DecodedWeight(Tensor):
         """Run `func` on plain tensors; refuse it if it would write to a decoded weight."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-        if (in_place and name != "requires_grad_" and args and isinstance(args[0], cls)) or _has(kwargs.get("out")):
+        if name == "__set__" and getattr(func, "__self__", None) is Tensor.requires_grad:
+            return None  # nothing to freeze, nothing to lose
+        in_place = (
+            name in _WRITES or (name.endswith("_") and not name.endswith("__")) or _asks_in_place(func, args, kwargs)
+        )
+        target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+        if (in_place and name != "requires_grad_" and _has(target)) or _has(kwargs.get("out")):
             what = "Assigning to .data or .grad of this weight" if name == "__set__" else f"{name} on this weight"
             raise refuse_write(what)
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and not isinstance(out, DecodedWeight) and _shares_memory(out, args):
-            return out.as_subclass(DecodedWeight)  # a view or .data: writing through it would be lost as well
-        return out
+        return _marked(out, args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A plain copy."""
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled, it is a plain tensor, so that `torch.load(weights_only=True)` reads it."""
+        return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _asks_in_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> bool:
+    if "inplace" in kwargs:
+        return bool(kwargs["inplace"])
+    if getattr(func, "__module__", None) != "torch.nn.functional" or not inspect.isfunction(func):
+        return False
+    names = list(inspect.signature(func).parameters)
+    place = names.index("inplace") if "inplace" in names else len(args)
+    return place < len(args) and bool(args[place])
+
+
+def _marked(out: Any, args: Sequence[Any]) -> Any:
+    """Views of a decoded weight are marked as well: writing through them would be lost."""
+    if type(out) in (tuple, list):
+        return type(out)(_marked(part, args) for part in out)
+    if isinstance(out, Tensor) and not isinstance(out, DecodedWeight) and _shares_memory(out, args):
+        return out.as_subclass(DecodedWeight)
+    return out
 
 
 def _has(out: Any) -> bool:

@@ -58,10 +58,11 @@ class FP8Storage(nn.Module):
             # `lambda t: t.half()`), only the move to another device is taken over
             for name, buffer in buffers.items():
                 if buffer is not None:
-                    raw = buffer.view(torch.uint8)
+                    # floats as flat bytes, so that no memory format tears one apart
+                    raw = buffer if buffer.dtype == torch.uint8 else buffer.contiguous().view(-1).view(torch.uint8)
                     moved = fn(raw)
                     moved = moved if moved.dtype == torch.uint8 else raw.to(moved.device)
-                    buffer = moved.view(buffer.dtype)
+                    buffer = moved if raw is buffer else moved.view(buffer.dtype).view(buffer.shape)
                 self._buffers[name] = buffer
         probe = torch.empty(0, dtype=self.compute_dtype, device=self.weight_codes.device)
         self.compute_dtype = fn(probe).dtype

@@ -54,10 +54,12 @@ def dequantize(
 def tile_amax(x: Tensor, tile: Sequence[int]) -> Tensor:
     """Largest magnitude in each tile, shape `grid_shape(x.shape, tile)`, float32. NaN if a tile holds a NaN."""
     grid = grid_shape(x.shape, tile)
+    if not x.numel():  # an empty batch
+        return x.new_zeros(grid, dtype=torch.float32)
     x = x.abs()
     for axis, (n, t) in enumerate(zip(tuple(x.shape), tile, strict=True)):
         if t == -1 or n <= t:
-            x = x.amax(axis, keepdim=True) if n else x.new_zeros(()).expand(*x.shape[:axis], 1, *x.shape[axis + 1 :])
+            x = x.amax(axis, keepdim=True)
         elif t > 1:
             if n % t:
                 pad = [0, 0] * (x.dim() - axis - 1) + [0, t - n % t]
