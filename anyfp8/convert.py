@@ -49,6 +49,9 @@ def convert(
                 "its scheme depends on the module's class, which no file tells: load it into the model and save that"
             )
             problems.append(Problem("ambiguous", spec.name, detail))
+        if spec.codes.padded_to > 1 and spec.codes.crop is None:
+            detail = "it is padded, and only the model knows how much: load it into the model and save that"
+            problems.append(Problem("ambiguous", spec.name, detail))
     if problems := [*problems, *manifest.value_problems()]:
         raise LoadError(problems, checkpoint.name)
     writer = writers.get(to)

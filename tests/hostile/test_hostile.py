@@ -40,7 +40,7 @@ def case(match, *names):
     assert set(names) <= set(SAMPLES)
 
     def register(spoil):
-        for name in names:
+        for name in (name for name in SAMPLES if name in names):
             CASES[f"{name}-{spoil.__name__}"] = (name, spoil, match)
         return spoil
 
