@@ -117,7 +117,7 @@ def _entry(value: Any, data_start: int, where: str) -> Entry:
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
         raise CheckpointError(f"{where}: data_offsets {offsets!r} are not two sizes")
     if len(shape) > 64:
-        raise CheckpointError(f"{where}: no tensor can have {len(shape)} axes")
+        raise CheckpointError(f"{where}: a shape of {len(shape)} axes is more than any tensor can have")
     bits = DTYPES[dtype][0]
     for n in shape:  # one that torch can't count is a lie, and its product could have millions of digits
         bits *= max(n, 1)

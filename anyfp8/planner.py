@@ -304,8 +304,12 @@ class _Planner:
     def _missing(self) -> None:
         # a tensor that the file has but that can't be used has a problem of its own already
         broken = {problem.name for problem in self.problems}
-        names = [name for name in self.manifest.checkpoint.tensors if not name.endswith("_packed")]
-        names += [name.removesuffix("_packed") for name in broken]
+        modules = {name.rpartition(".")[0] for name in broken}
+        names = [
+            name.removesuffix("_packed")
+            for name in self.manifest.checkpoint.tensors
+            if not name.endswith("_packed") or name.rpartition(".")[0] in modules
+        ]
         stored = {id(slot) for name in names if (slot := self._slot(name))}
         for slot in self.tree.unique_slots():
             if id(slot) in self.filled or id(slot) in stored or slot.name in broken:

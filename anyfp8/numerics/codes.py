@@ -155,7 +155,7 @@ def _is_nonfinite(codes: Tensor, spec: Format) -> Tensor:
     return (codes & 0x7F) >= 0x7C if spec.dtype == torch.float8_e5m2 else _is_nan(codes, spec)
 
 
-def count_nonfinite(codes: Tensor, format: str, chunk: int = 1 << 22) -> int:
+def count_nonfinite(codes: Tensor, format: str, chunk: int = 1 << 20) -> int:
     """How many codes (uint8, any shape) are NaN or infinite; looks at `chunk` bytes at a time, without a copy."""
     spec = FORMATS[format]
     flat = codes.reshape(-1)
