@@ -4,7 +4,6 @@ import io
 import json
 import re
 import struct
-import time
 
 import pytest
 import torch
@@ -170,10 +169,9 @@ def test_duplicate_metadata():
 
 
 def test_a_duplicate_among_many_names_is_found_in_linear_time():
-    names = [f'"{i}":0' for i in range(12_000)] + ['"11999":0']
-    start = time.perf_counter()
+    # comparing each with each would end in the suite's time limit
+    names = [f'"{i}":0' for i in range(60_000)] + ['"11999":0']
     refuse(safetensors_bytes(f"{{{','.join(names)}}}".encode()), "header names '11999' twice")
-    assert time.perf_counter() - start < 2
 
 
 @pytest.mark.parametrize("metadata", [[], [1], "x", "", 0, 1, False, {"a": 1}, {"a": None}, {"a": {"b": "c"}}])
