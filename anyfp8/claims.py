@@ -113,7 +113,7 @@ class ManifestBuilder:
             self.claim(*(source.refs if source else ()))
         if not isinstance(result, LayerSpec):  # what it would have used needs no further problem
             self.problems += result
-            self.claim(self.find(module, param, f"{param}_packed") if codes is None else codes.ref)
+            self.claim(self._codes(module, param) if codes is None else codes.ref)
             self.claim(*(self.find(module, leaf) for leaf in (f"{param}_scale", *scheme.extras)))
             needed = ["weight_global_scale"] * (scheme.scale_dtype == "float8_e4m3fn")
             needed += ["input_scale", "input_global_scale"] * scheme.needs_input_scale
@@ -128,7 +128,7 @@ class ManifestBuilder:
     def _spec(self, module: str, scheme: QuantizationScheme, given: Any, why_static: str) -> LayerSpec | list[Problem]:
         """The layer read in this scheme, or what keeps it from being read so."""
         param, codes, scale, input_scale, extras = given
-        weight = self.find(module, param, f"{param}_packed") if codes is None else codes.ref
+        weight = self._codes(module, param) if codes is None else codes.ref
         problems = []
         if weight is None:
             detail = "the manifest lists its layer, but it is not in the files"
@@ -162,12 +162,14 @@ class ManifestBuilder:
             return problems
         codes = codes or Codes(weight, scheme.weight_dtype)
         scheme = scheme.for_rank(len(codes.shape))
-        if (
-            self.lenient and scale.encoding == "float" and scale.ref.dtype in FLOATS
-        ):  # other producers store scales in the model's dtype
+        stored_float = scale.encoding == "float" and scale.ref.dtype in FLOATS
+        if self.lenient and stored_float:  # other producers store scales in the model's dtype
             scheme = replace(scheme, scale_dtype=dtype_name(scale.ref.torch_dtype))
         spec = LayerSpec(module, scheme, codes, scale, input_scale, tuple(found), param)
         return spec.header_problems() or spec
+
+    def _codes(self, module: str, param: str) -> TensorRef | None:
+        return self.find(module, param, *([f"{param}_packed"] if self.lenient else []))
 
     def _scale(self, module: str, leaf: str, dtype: str = "float32") -> Scale | None:
         encoding = {"float8_e8m0fnu": "e8m0", "float8_e5m3": "e5m3"}.get(dtype, "float")

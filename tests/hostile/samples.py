@@ -71,9 +71,9 @@ class Reading:
     """Where one layer's values are, and how they become its weight.
 
     format: "fp8" (which one, the stored dtype says; U8 is e4m3fn) or "fp4". scale: its name, "" if there is none. kind:
-    of the scale, "float", "e8m0" or "e4m3". tile: what shares a scale if it is neither one a weight nor one a row. factor:
-    the name of a scale that multiplies it (divide: divides). input: (name, how) of the input's scale, how: "times",
-    "divides" (1 / value) or "amax" (value / 448).
+    of the scale, "float", "e8m0" or "e4m3". tile: what shares a scale if it is neither one a weight nor one a row.
+    factor: the name of a scale that multiplies it (divide: divides). input: (name, how) of the input's scale, how:
+    "times", "divides" (1 / value) or "amax" (value / 448).
     """
 
     codes: str
@@ -267,7 +267,7 @@ def said_tile(folder, sample, module, default):
             value = value[key.format(module)]
     except (KeyError, TypeError, IndexError):
         return default
-    if isinstance(value, list) and set(value) == {-1}:  # a preset's way to say "all of it", whatever the rank
+    if not value or (isinstance(value, list) and set(value) == {-1}):  # nothing said, or "all of it" of any rank
         return default
     rows, columns = (1, value) if isinstance(value, int) else value
     return (rows, columns) if path[-1] == "tile" else (max(rows, 1), columns)

@@ -287,8 +287,8 @@ def schemes(name):
     return SCHEMES[name]
 
 
-def fuzz(mutate, name, examples, may_load=True, **options):
-    """Try many mutations; some must be refused, and (may_load) some must load, or the mutations would be pointless."""
+def fuzz(mutate, name, examples, must_load=True, **options):
+    """Try many mutations; some must be refused, and (must_load) some must load, or the mutations would be pointless."""
     results = []
 
     @hypothesis.settings(bounded, max_examples=examples)
@@ -297,12 +297,13 @@ def fuzz(mutate, name, examples, may_load=True, **options):
         results.append(check(name, lambda folder, sample: mutate(draw, folder, sample), **options))
 
     run()
-    assert set(results) == ({True, False} if may_load else {False})
+    assert not all(results)
+    assert any(results) or not must_load
 
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_headers(name):
-    fuzz(lambda draw, folder, sample: mutate_header(draw, folder / "model.safetensors"), name, 90)
+    fuzz(lambda draw, folder, sample: mutate_header(draw, folder / "model.safetensors"), name, 60)
 
 
 @pytest.mark.parametrize("name", INDEXES)
@@ -310,12 +311,13 @@ def test_indexes(name):
     def mutate(draw, folder, sample):
         mutate_index(draw, folder / "model.safetensors.index.json")
 
-    fuzz(mutate, name, 60, shards=2)
+    fuzz(mutate, name, 40, shards=2)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_configs(name):
-    fuzz(mutate_config, name, 50, same_scheme=False)
+    # of quanto's map almost every word counts
+    fuzz(mutate_config, name, 35, must_load=not name.startswith("quanto"), same_scheme=False)
 
 
 @pytest.mark.parametrize("wrong", ["a weight", "a plain tensor", "an input scale"])
