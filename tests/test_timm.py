@@ -70,8 +70,8 @@ def test_a_saved_model_is_the_same_bit_for_bit_from_its_file_and_name(name, sche
     tensors = dict(loaded.named_parameters()) | dict(loaded.named_buffers())
     assert not [n for n, t in tensors.items() if t.is_meta]
     assert anyfp8.report(loaded).layers.keys() == anyfp8.report(model).layers.keys()
-    for n, buffer in model.named_buffers():  # those that no file holds, too
-        assert_same_bytes(tensors[n], buffer)
+    for n, tensor in (*model.named_parameters(), *model.named_buffers()):  # those that no file holds, too
+        assert_same_bytes(tensors[n], tensor)
     with torch.no_grad():
         want = model(inputs(name))
         got = loaded(inputs(name))
