@@ -166,22 +166,21 @@ class Data:
     classes: int | None = None
 
 
-def _open(path: Path) -> Any:
+def open_rgb(path: Path) -> Any:
+    """A picture file as a PIL image in RGB."""
     from PIL import Image
 
     with Image.open(path) as image:
         return image.convert("RGB")
 
 
-_open_cached = lru_cache(maxsize=32)(_open)
-
-
 def _views(read: Callable[[], Any], size: int, resize: int) -> list[Callable[[], Any]]:
     """Five crops of a picture (corners and centre), each also mirrored."""
     from torchvision import transforms as T
 
-    crops = T.Compose([T.Resize(resize, T.InterpolationMode.BICUBIC), T.TenCrop(size)])
-    return [lambda i=i: crops(read())[i] for i in range(10)]
+    crop = T.Compose([T.Resize(resize, T.InterpolationMode.BICUBIC), T.TenCrop(size)])
+    crops = lru_cache(maxsize=1)(lambda: crop(read()))
+    return [lambda i=i: crops()[i] for i in range(10)]
 
 
 def imagenet_photos(size: int, num_samples: int, calibration_size: int) -> Data:
@@ -190,7 +189,7 @@ def imagenet_photos(size: int, num_samples: int, calibration_size: int) -> Data:
     from sklearn.datasets import load_sample_image
 
     files = package_files("foolbox", _PHOTO)[:num_samples]
-    photos = [(lambda f=f: _open_cached(f), int(f.stem.rpartition("_")[2])) for f in files]
+    photos = [(lambda f=f: open_rgb(f), int(f.stem.rpartition("_")[2])) for f in files]
     views = [(view, label) for read, label in photos for view in _views(read, size, round(size / 0.875))]
     others = [Image.fromarray(load_sample_image(name)) for name in ("china.jpg", "flower.jpg")]
     zoomed = [_views(lambda p=p: p, size, round(size * zoom)) for p, zoom in product(others, (1.14, 1.43, 1.9))]
@@ -264,7 +263,7 @@ def image_folder(folder: Path, num_samples: int, calibration_size: int) -> Data:
     except FileNotFoundError as error:  # no subfolders, or no pictures in them
         raise Unavailable(str(error)) from None
     Random(0).shuffle(samples)
-    items = [(lambda p=p: _open(Path(p)), label) for p, label in samples]
+    items = [(lambda p=p: open_rgb(Path(p)), label) for p, label in samples]
     spare = min(calibration_size, len(items) // 2)
     evaluation = Pictures(items[spare : spare + num_samples])
     note = f"{len(evaluation)} images of {folder}; calibrated on {spare} others of that folder"
