@@ -96,7 +96,7 @@ class _MappedFile:
         return self._map
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Checkpoint:
     """A checkpoint's tensors (by their names in the files), its JSON files, and what was ignored on the way.
 

@@ -19,7 +19,7 @@ _PARTS = {
 _EXPERT = re.compile(rf"(?P<head>(?:.*\.)?experts)\.(?P<index>[0-9]{{1,9}})\.(?P<leaf>{'|'.join(_PARTS)})\.weight")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Expert:
     """A place in a stacked parameter [experts, parts × rows, columns]: which expert, which part of its rows."""
 

@@ -153,7 +153,7 @@ class LayerSpec:
         return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Manifest:
     """A dialect's complete reading of a checkpoint, in the file's names.
 

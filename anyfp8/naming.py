@@ -45,7 +45,7 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
     return on_name
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Need:
     """What a tensor of the file needs of the model: a place of this shape (or none, if optional).
 
@@ -65,7 +65,7 @@ class Need:
         return [found.slot] if found is not None and found.fits(self.shape) else []
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Prefix:
     """A prefix to take off the file's names, or to put before them; a function on names."""
 

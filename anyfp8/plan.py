@@ -15,7 +15,7 @@ from anyfp8.replace import ModuleTree, Slot
 from anyfp8.scheme import QuantizationScheme
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Replace:
     """Swap the layer that owns `slot` for an FP8 layer with the codes of `spec`."""
 
@@ -25,7 +25,7 @@ class Replace:
     reason: str = ""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Parametrize:
     """Keep the codes of `spec` behind the parameter in `slot`; its module's input is not quantized."""
 
@@ -34,7 +34,7 @@ class Parametrize:
     reason: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Stack:
     """Fill a stacked parameter [experts, rows, columns] from single experts: `parts` of its rows, each of all experts.
 
@@ -52,7 +52,7 @@ class Stack:
         return tuple(piece for part in self.parts for piece in part)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Dequantize:
     """Decode `spec` once into the ordinary parameter in `slots` (several, if the model ties them)."""
 
@@ -66,7 +66,7 @@ class Dequantize:
         return self.slots[0]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Assign:
     """Take a plain tensor as it is into `slots` (several, if the model ties them)."""
 
@@ -74,7 +74,7 @@ class Assign:
     ref: TensorRef
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Skip:
     """Leave a tensor of the file unused, for a reason."""
 
@@ -85,7 +85,7 @@ class Skip:
 Step = Replace | Parametrize | Stack | Dequantize | Assign | Skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """All that `load` decides. `steps` if it can be done; `problems` if not (then `raise_problems` raises)."""
 

@@ -64,7 +64,7 @@ class Job:
     img_size: int | None = None
     batch_size: int | None = None
     num_samples: int = 1000
-    train_size: int = 1500
+    train_size: int = 1000
     calibration_size: int = 128
     scheme: str = "FP8_STATIC"
     percentile: float = 100.0
@@ -368,7 +368,7 @@ def checked(context: click.Context, parameter: click.Parameter, value: str) -> s
 @click.option("-b", "--batch-size", type=click.IntRange(1), help="[default: 25; small pictures: 100]")
 @click.option("--img-size", type=click.IntRange(1), help=f"[default: the model's; small pictures: {SMALL}]")
 @click.option("--num-samples", type=click.IntRange(1), default=1000, help="Pictures to evaluate at most.")
-@click.option("--train-size", type=click.IntRange(20), default=1500, help="Pictures to fit a head to.")
+@click.option("--train-size", type=click.IntRange(20), default=1000, help="Pictures to fit a head to.")
 @click.option("--calibration-size", type=click.IntRange(1), default=128, help="Pictures to calibrate with.")
 @click.option("--scheme", default="FP8_STATIC", callback=checked, help="Preset of anyfp8.")
 @click.option("--percentile", type=click.FloatRange(0, 100, min_open=True), default=100.0, help="Of input magnitudes.")

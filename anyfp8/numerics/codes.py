@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Format:
     """One format: torch dtype of its codes (uint8 where several are packed into bytes), largest finite value, mantissa
     bits, exponent bias, NaN codes, and bits per code."""
