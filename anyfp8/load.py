@@ -10,14 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from anyfp8 import dialects
-from anyfp8.apply import apply_plan
 from anyfp8.backends import check_name
 from anyfp8.checkpoint import Checkpoint
 from anyfp8.errors import AnyFP8Error
 from anyfp8.manifest import Manifest
 from anyfp8.naming import Rename
 from anyfp8.plan import Plan
-from anyfp8.planner import build_plan
 from anyfp8.report import attach_plan
 
 #: files are read to the CPU, whatever default device the caller has set
@@ -64,6 +62,8 @@ def plan(
 
     Content is not raised for: `.problems` lists everything that would keep `load` from succeeding.
     """
+    from anyfp8.planner import build_plan
+
     check_name(backend)
     _check_target(dtype, device)
     with _CPU:
@@ -130,6 +130,8 @@ def load(
         token=token,
     )
     made.raise_problems()
+    from anyfp8.apply import apply_plan  # as the planner: only where it is used, for a cheap `import anyfp8`
+
     where = None if device is None else torch.device(device)
     with _CPU:
         root = apply_plan(made, backend=backend, dtype=dtype, device=where, progress=progress)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -20,6 +19,7 @@ from anyfp8.manifest import LayerSpec, Manifest
 from anyfp8.naming import Need, Rename, find_prefix, renamer
 from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace, Skip, Stack, Step
 from anyfp8.replace import ModuleTree, Slot
+from anyfp8.selection import patterns, selected
 
 
 def build_plan(
@@ -33,21 +33,6 @@ def build_plan(
 ) -> Plan:
     """Match a manifest against a model. Nothing is raised for content: see `Plan.problems`."""
     return _Planner(model, manifest, patterns(include), patterns(exclude), rename, strict).build()
-
-
-def patterns(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    """include or exclude as a tuple of patterns; one pattern may be given alone."""
-    return value if value is None else (value,) if isinstance(value, str) else tuple(value)
-
-
-def selected(names: Iterable[str], include: Sequence[str] | None, exclude: Sequence[str] | None) -> bool:
-    """Is a module (by any of its names) taken by these fnmatch patterns? None includes all, excludes nothing."""
-
-    def hit(found: Sequence[str]) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in found)
-
-    names = tuple(names)
-    return (include is None or hit(include)) and not hit(exclude or ())
 
 
 class _Planner:

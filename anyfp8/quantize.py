@@ -14,10 +14,10 @@ from anyfp8.errors import CalibrationError
 from anyfp8.folding import fold
 from anyfp8.layers import LAYERS, FP8Layer, replacement
 from anyfp8.numerics import FORMATS
-from anyfp8.planner import patterns, selected
 from anyfp8.replace import ModuleTree, swap
 from anyfp8.report import attach_report
 from anyfp8.scheme import QuantizationScheme
+from anyfp8.selection import patterns, selected
 
 logger = logging.getLogger(__name__)
 
