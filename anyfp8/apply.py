@@ -16,7 +16,6 @@ from anyfp8.checkpoint import TensorRef
 from anyfp8.errors import BackendError, LoadError, Problem
 from anyfp8.layers import FP8Layer, Part, parametrize_codes, unparametrize
 from anyfp8.manifest import LayerSpec
-from anyfp8.numerics import dequantize
 from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace, Stack
 from anyfp8.replace import ModuleTree, Slot, swap
 from anyfp8.sources import Codes, plain_values
@@ -85,7 +84,7 @@ class _Applier:
             self._assign(step.slots, plain_values(step.ref))
             advance(step.ref.nbytes)
         for step in self.plan.of(Dequantize):
-            value = _decoded(step.spec, self._dtype(step.slot))
+            value = step.spec.decoded(self._dtype(step.slot))
             self._assign(step.slots, value.t() if step.slot.transposed else value)
             advance(step.spec.nbytes)
         for step in self.plan.of(Parametrize):
@@ -116,7 +115,7 @@ class _Applier:
         parametrize_codes(slot.owner, slot.leaf, parts, self._dtype(slot), dim=1)
 
     def _float(self, piece: LayerSpec | TensorRef, slot: Slot) -> Tensor:
-        value = plain_values(piece) if isinstance(piece, TensorRef) else _decoded(piece, self._dtype(slot))
+        value = plain_values(piece) if isinstance(piece, TensorRef) else piece.decoded(self._dtype(slot))
         return value.to(self._target(slot), self._dtype(slot))
 
     def _read(self, spec: LayerSpec, slot: Slot) -> dict[str, Tensor]:
@@ -157,13 +156,6 @@ class _Applier:
 def _overlaps(tensor: Tensor) -> bool:
     """Expanded tensors: several elements are one place in memory, so they can't be copied into."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _decoded(spec: LayerSpec, dtype: torch.dtype) -> Tensor:
-    values, scheme = spec.read(), spec.scheme
-    zero_point = values.get("weight_zero_point")
-    codes, scale = values["weight_codes"], values["weight_scale"]
-    return dequantize(codes, scale, scheme.weight_dtype, scheme.tile, dtype, zero_point)
 
 
 def _fill_meta_buffers(tree: ModuleTree, device: torch.device | None) -> Callable[[], None]:

@@ -232,9 +232,10 @@ def _from_index(path: Path) -> Checkpoint:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{path} has no weight_map from tensor names to file names")
-    for tensor, name in weight_map.items():
+    first = {name: tensor for tensor, name in reversed(weight_map.items())}  # one look at each file, not at each tensor
+    for name, tensor in first.items():
         _inside(folder, name, f"{path}: tensor {tensor!r}")
-    files = sorted(set(weight_map.values()))
+    files = sorted(first)
     stray = {p.name: "the index does not name it" for p in folder.glob("*.safetensors") if p.name not in files}
     return _from_files(folder, str(folder), files, stray | _pickles_beside(folder), weight_map, path.name)
 
@@ -246,16 +247,14 @@ def _inside(folder: Path, name: str, where: str) -> None:
         raise CheckpointError(f"{where} is said to be in {name!r}, which is outside the checkpoint's folder")
     target = folder / name
     try:
-        if len(parts) > 1 and folder.resolve() not in target.resolve().parents:
-            raise CheckpointError(f"{where} is said to be in {name!r}, which leads outside the checkpoint's folder")
-        if not target.is_file():
-            raise CheckpointError(f"{where} is said to be in {name!r}, which does not exist")
-    except (OSError, ValueError) as error:  # a name that is too long, a loop of symlinks ...
+        inside = len(parts) == 1 or folder.resolve() in target.resolve().parents
+        exists = target.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # a name that is too long, a loop of symlinks ...
         raise CheckpointError(f"{where} is said to be in {name[:80]!r}, which can't be opened: {error}") from None
-    except RuntimeError as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{where} is said to be in {name[:80]!r}, which can't be opened: {error}") from None
+    if not inside:
+        raise CheckpointError(f"{where} is said to be in {name!r}, which leads outside the checkpoint's folder")
+    if not exists:
+        raise CheckpointError(f"{where} is said to be in {name!r}, which does not exist")
 
 
 def _from_files(

@@ -9,7 +9,7 @@ from typing import Any
 
 from anyfp8.checkpoint import Checkpoint, TensorRef
 from anyfp8.errors import Problem
-from anyfp8.folding import fold
+from anyfp8.folding import fold, join
 from anyfp8.manifest import LayerSpec, Manifest
 from anyfp8.numerics import dtype_name
 from anyfp8.scheme import QuantizationScheme
@@ -24,6 +24,10 @@ _KV_LEAF = re.compile(r"(k|v|q|kv|prob)_(scale|zero_point|global_scale)")
 _ACT_LEAF = re.compile(r"(input|output|act|activation)_scale|(input|output)_global_scale")
 #: leaf names of a weight's codes, and of what integer formats keep beside them
 _WEIGHT_LEAF = re.compile(r"weight(_packed|_shape|_g_idx)?")
+
+#: reasons of exceptions that dialects name as well
+NO_SHIFT = "a zero point of 0 changes nothing"
+KV_SCALE = "a KV-cache or attention scale: reported, not applied"
 
 
 class ManifestBuilder:
@@ -75,7 +79,7 @@ class ManifestBuilder:
     def find(self, module: str, *leaves: str) -> TensorRef | None:
         """The first of `<module>.<leaf>` that the checkpoint has."""
         tensors = self.checkpoint.tensors
-        return next((tensors[name] for leaf in leaves if (name := _leaf(module, leaf)) in tensors), None)
+        return next((tensors[name] for leaf in leaves if (name := join(module, leaf)) in tensors), None)
 
     def claim(self, *refs: TensorRef | None) -> None:
         """Say that these tensors have an owner."""
@@ -123,7 +127,7 @@ class ManifestBuilder:
             result = replace(result, by_class=tuple(fitting.items()))
         for spec in (result, *(found for _, found in result.by_class)):
             self.claim(*spec.refs)
-        self.layers[module if param == "weight" else _leaf(module, param)] = result
+        self.layers[module if param == "weight" else join(module, param)] = result
 
     def _spec(self, module: str, scheme: QuantizationScheme, given: Any, why_static: str) -> LayerSpec | list[Problem]:
         """The layer read in this scheme, or what keeps it from being read so."""
@@ -132,7 +136,7 @@ class ManifestBuilder:
         problems = []
         if weight is None:
             detail = "the manifest lists its layer, but it is not in the files"
-            problems.append(Problem("contradiction", _leaf(module, param), detail))
+            problems.append(Problem("contradiction", join(module, param), detail))
         elif weight.dtype in FLOATS:
             return [problem_of("contradiction", weight, f"is {weight.dtype}, the manifest says {scheme.weight_dtype}")]
         if scale is None:
@@ -140,24 +144,24 @@ class ManifestBuilder:
             two_level = scheme.weight_dtype == "float4_e2m1fn" and scheme.scale_dtype == "float8_e4m3fn"
             if self.lenient and two_level and self.find(module, "weight_global_scale") is None:
                 detail = "NVFP4's scales have two levels, and this one divides them all"
-                problems.append(Problem("missing", _leaf(module, "weight_global_scale"), detail))
+                problems.append(Problem("missing", join(module, "weight_global_scale"), detail))
         if scale is None:
             stored = f"is {weight.dtype} in {weight.file}, but has no scale" if weight else "is missing"
-            whose = weight.name if weight else _leaf(module, param)
-            problems.append(Problem("missing", _leaf(module, f"{param}_scale"), f"{whose} {stored}"))
+            whose = weight.name if weight else join(module, param)
+            problems.append(Problem("missing", join(module, f"{param}_scale"), f"{whose} {stored}"))
         if not scheme.needs_input_scale:
             input_scale = None
         elif input_scale is None and (input_scale := self._input_scale(module, scheme)) is None:
             detail = f"{why_static}, so the input's scale must be in the file"
             divides = scheme.act_scale == "e4m3" and self.find(module, "weight_global_scale") is not None
             leaf = "input_global_scale" if divides else "input_scale"
-            problems.append(Problem("missing", _leaf(module, leaf), detail))
+            problems.append(Problem("missing", join(module, leaf), detail))
         found: list[tuple[str, Scale]] = []
         for name in scheme.extras:
             if source := extras.get(name) or self._scale(module, name):
                 found.append((name, source))
             else:
-                problems.append(Problem("missing", _leaf(module, name), f"its scheme ({scheme}) needs it"))
+                problems.append(Problem("missing", join(module, name), f"its scheme ({scheme}) needs it"))
         if weight is None or scale is None or problems:
             return problems
         codes = codes or Codes(weight, scheme.weight_dtype)
@@ -206,9 +210,9 @@ class ManifestBuilder:
 
     def _exception(self, module: str, leaf: str) -> str | None:
         if _KV_LEAF.fullmatch(leaf):
-            return "a KV-cache or attention scale: reported, not applied"
-        if leaf.endswith("zero_point") and self.lenient and _all_zero(self.checkpoint.tensors[_leaf(module, leaf)]):
-            return "a zero point of 0 changes nothing"
+            return KV_SCALE
+        if leaf.endswith("zero_point") and self.lenient and is_zero(self.checkpoint.tensors[join(module, leaf)]):
+            return NO_SHIFT
         if leaf == "output_scale" and module.rpartition(".")[2] in ("k_proj", "v_proj"):
             return "a KV-cache scale in its old place: reported, not applied"
         if leaf == "input_scale_ub":
@@ -223,11 +227,8 @@ class ManifestBuilder:
         return None
 
 
-def _leaf(module: str, leaf: str) -> str:
-    return f"{module}.{leaf}" if module else leaf
-
-
-def _all_zero(ref: TensorRef) -> bool:
+def is_zero(ref: TensorRef) -> bool:
+    """Are all of a tensor's values 0? Of a zero point: it changes nothing."""
     return not bool(plain_values(ref).count_nonzero())
 
 

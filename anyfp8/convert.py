@@ -17,6 +17,7 @@ from anyfp8.manifest import LayerSpec, Manifest
 from anyfp8.numerics import decode, dtype_name, unswizzle
 from anyfp8.sources import plain_values
 from anyfp8.writers import Layer, Writer
+from anyfp8.writers.base import FILES, INDEX, matrices, metadata
 
 
 def convert(
@@ -62,8 +63,7 @@ def convert(
     producer = f"anyfp8 {__version__}"
     with replacing(Path(dest)) as folder:
         _write_weights(manifest, writer, layers, folder, producer, progress)
-        matrices = [name for name, ref in manifest.plain.items() if name.endswith(".weight") and len(ref.shape) > 1]
-        floats = [name.removesuffix(".weight") for name in matrices]
+        floats = matrices({name: ref.shape for name, ref in manifest.plain.items()})
         _write_configs(checkpoint, writer.configs(layers, floats, producer), folder)
 
 
@@ -103,14 +103,14 @@ def _write_weights(
         tqdm(files, desc="Converting", disable=None if progress is None else not progress), 1
     ):
         suffix = "" if len(files) == 1 else f"-{number:05d}-of-{len(files):05d}"
-        name = writer.FILES.format(suffix=suffix)
+        name = FILES.format(suffix=suffix)
         tensors = dict(_tensors(by_file[file], writer, named))
-        save_file(tensors, folder / name, metadata=writer.metadata(layers, producer))
+        save_file(tensors, folder / name, metadata=metadata(producer))
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_json(folder / f"{writer.FILES.format(suffix='')}.index.json", index)
+        write_json(folder / INDEX, index)
 
 
 def _tensors(

@@ -1,4 +1,4 @@
-"""Folds many numbered names into few: `blocks.0.fc`, `blocks.1.fc`, ... become `blocks.{0…11}.fc`."""
+"""Dotted names: joined, and many numbered ones folded into few (`blocks.0.fc` ... become `blocks.{0…11}.fc`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from math import prod
 
 #: numbers as programs write them; longer ones are no indices
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
+
+
+def join(path: str, leaf: str) -> str:
+    """`path.leaf`; just the leaf at the root, whose path is empty."""
+    return f"{path}.{leaf}" if path else leaf
 
 
 def fold(names: Iterable[str]) -> list[str]:

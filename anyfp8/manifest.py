@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anyfp8.checkpoint import Checkpoint, TensorRef
 from anyfp8.errors import Problem
-from anyfp8.folding import fold
+from anyfp8.folding import fold, join
 from anyfp8.numerics import FORMATS, count_nonfinite, decode, dequantize, dtype_name, expand_scale, grid_shape
 from anyfp8.scheme import QuantizationScheme
 from anyfp8.sources import Codes, Scale, problem_of
@@ -44,7 +44,7 @@ class LayerSpec:
     @property
     def weight_name(self) -> str:
         """Full name of the parameter that the codes are for."""
-        return f"{self.name}.{self.param}" if self.name else self.param
+        return join(self.name, self.param)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,6 +84,12 @@ class LayerSpec:
         if (dead := self._dead(codes, scales["weight_scale"])) is not None:
             codes = codes.masked_fill(dead, 0)
         return {"weight_codes": codes} | scales
+
+    def decoded(self, dtype: torch.dtype, values: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The weight as real values [out, in, ...], from `values` if they have been read already."""
+        values = self.read() if values is None else values
+        codes, scale, zero_point = values["weight_codes"], values["weight_scale"], values.get("weight_zero_point")
+        return dequantize(codes, scale, self.scheme.weight_dtype, self.scheme.tile, dtype, zero_point)
 
     def has_dead_codes(self) -> bool:
         """Are there NaN codes under a scale of 0, which `read` turns into 0?"""
@@ -126,8 +132,7 @@ class LayerSpec:
         largest = FORMATS[self.scheme.weight_dtype].max
         if not scale.numel() or not bool(scale.isfinite().all()) or bool((scale.max() * largest).isfinite()):
             return True  # the usual case, or a problem of its own
-        decoded = dequantize(values["weight_codes"], scale, self.scheme.weight_dtype, self.scheme.tile, torch.float32)
-        return bool(decoded.isfinite().all())
+        return bool(self.decoded(torch.float32, values).isfinite().all())
 
     def value_problems(self) -> list[Problem]:
         """What is wrong with the values: NaN or infinite codes; scales that are NaN, infinite, negative, or zero where

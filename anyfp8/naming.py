@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from anyfp8.errors import AnyFP8Error
 from anyfp8.experts import find_expert
+from anyfp8.folding import join
 from anyfp8.replace import ModuleTree, Slot
 from anyfp8.sources import Codes
 
@@ -39,8 +40,7 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
 
     def on_name(name: str) -> str:
         path, _, leaf = name.rpartition(".")
-        path = on_path(path)
-        return f"{path}.{leaf}" if path else leaf
+        return join(on_path(path), leaf)
 
     return on_name
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from anyfp8.checkpoint import TensorRef
-from anyfp8.errors import DialectError, Problem
+from anyfp8.errors import Problem
 from anyfp8.experts import Expert, find_expert
 from anyfp8.folding import fold
 from anyfp8.layers import replacement
@@ -210,10 +209,10 @@ class _Planner:
 
     def _tied(self) -> None:
         """Tensors that the model ties: one in the file serves all; two that differ can't both be right."""
+        steps = {id(slot): step for step in self.steps for slot in _slots(step)}  # no slot is in two groups
         for group in self.tree.tied():
             if len(group) == 1:
                 continue
-            steps = {id(slot): step for step in self.steps for slot in _slots(step)}
             assigned = [s for s in group if isinstance(steps.get(id(s)), Assign)]
             quantized = [s for s in group if isinstance(steps.get(id(s)), (Replace, Parametrize, Dequantize))]
             empty = [s for s in group if id(s) not in self.filled]
@@ -271,20 +270,11 @@ class _Planner:
         for slot in (step.slots[0] for step in self.steps if isinstance(step, Assign)):
             module = self.filled[id(slot)].name.rpartition(".")[0]
             classes = tuple(t.__name__ for t in type(slot.owner).__mro__)
-            if slot.leaf == "weight" and self._expects(module, classes):
+            if slot.leaf == "weight" and self.manifest.expects is not None and self.manifest.expects(module, classes):
                 found.append(module)
         if found:
             names = ", ".join(fold(found))
             self.notes.append(f"targeted by the config, but stored in float: {names} (the tensors decide)")
-
-    def _expects(self, module: str, classes: tuple[str, ...]) -> bool:
-        if self.manifest.expects is None:
-            return False
-        try:
-            return self.manifest.expects(module, classes)
-        except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, re.error) as error:
-            source = self.manifest.checkpoint.name
-            raise DialectError(f"{source}: its {self.manifest.dialect} config is malformed: {error!r}") from error
 
     def _missing(self) -> None:
         # a tensor that the file has but that can't be used has a problem of its own already

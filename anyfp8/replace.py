@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from anyfp8.errors import AnyFP8Error
+from anyfp8.folding import join
 from anyfp8.layers import DecodedParameter, FP8Layer, is_hf_conv1d
 from anyfp8.layers.storage import STORED
 
@@ -89,23 +90,23 @@ class ModuleTree:
         for found in _slots(module):
             leaf = found.leaf
             if nn.parameter.is_lazy(found.tensor):
-                self.lazy.append(f"{path}.{leaf}" if path else leaf)
+                self.lazy.append(join(path, leaf))
                 continue
             slot = self._by_place.setdefault((id(module), leaf), found)
-            name = f"{path}.{leaf}" if path else leaf
+            name = join(path, leaf)
             slot.names.append(name)
             self.slots[name] = slot
         for leaf in module._non_persistent_buffers_set:
             buffer = module._buffers.get(leaf)
             if buffer is not None and buffer.is_meta:
-                self.meta_buffers[f"{path}.{leaf}" if path else leaf] = (module, leaf)
+                self.meta_buffers[join(path, leaf)] = (module, leaf)
         for name, child in module._modules.items():
             if child is None or (name == "parametrizations" and _decoders(module)):
                 continue
             self.parents.setdefault(id(child), [])
             if (module, name) not in self.parents[id(child)]:
                 self.parents[id(child)].append((module, name))
-            inside = path if _is_wrapper(module, name) else f"{path}.{name}" if path else name
+            inside = path if _is_wrapper(module, name) else join(path, name)
             self._walk(child, inside, [*above, id(module)])
 
     def find(self, name: str) -> Slot | None:

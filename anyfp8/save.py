@@ -15,6 +15,7 @@ from anyfp8.layers.storage import STORED, FP8Storage
 from anyfp8.numerics import FORMATS
 from anyfp8.replace import ModuleTree, Slot
 from anyfp8.writers import Layer
+from anyfp8.writers.base import FILES, INDEX, matrices, metadata
 
 _STORABLE = {dtype for _, dtype in DTYPES.values()}
 _FP8 = {spec.dtype for spec in FORMATS.values() if spec.bits == 8}
@@ -46,18 +47,17 @@ def save(model: nn.Module, path: str | Path, *, format: str = "anyfp8", max_shar
         tensors |= writer.tensors(layer, {n: v for n in STORED if (v := storage._buffers[n]) is not None})
     if not layers and format != "anyfp8":
         raise AnyFP8Error(f"the model has no FP8 layer, so there is nothing to say in format {format!r}")
-    matrices = [name for name, value in plain.items() if name.endswith(".weight") and value.dim() > 1]
-    floats = [name.removesuffix(".weight") for name in matrices]
+    floats = matrices({name: value.shape for name, value in plain.items()})
     producer = f"anyfp8 {__version__}"
-    split = split_torch_state_dict_into_shards(tensors, filename_pattern=writer.FILES, max_shard_size=max_shard_size)
+    split = split_torch_state_dict_into_shards(tensors, filename_pattern=FILES, max_shard_size=max_shard_size)
     with replacing(Path(path)) as folder:
         written: set[tuple[int, int]] = set()  # safetensors refuses tensors that share memory
         for file, names in split.filename_to_tensors.items():
             shard = {name: _unshared(tensors[name], written) for name in names}
-            save_file(shard, folder / file, metadata=writer.metadata(layers, producer))
+            save_file(shard, folder / file, metadata=metadata(producer))
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            write_json(folder / f"{writer.FILES.format(suffix='')}.index.json", index)
+            write_json(folder / INDEX, index)
         for name, config in writer.configs(layers, floats, producer).items():
             write_json(folder / name, config)
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from anyfp8.numerics import (
-    ACT_SCALES,
     AMAX_FLOOR,
     FORMATS,
     codes,
@@ -32,6 +31,7 @@ from anyfp8.numerics import (
     unpack,
     unswizzle,
 )
+from anyfp8.scheme import ACT_SCALES
 from tests.helpers import (
     E4M3,
     E4M3Z,

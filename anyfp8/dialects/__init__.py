@@ -1,8 +1,11 @@
-"""The dialects: one file each, tried in the order of `NAMES`, imported when a checkpoint is first read."""
+"""The dialects: one file each, tried in the order of `names()`, imported when a checkpoint is first read."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from typing import Protocol, cast
 
@@ -79,10 +82,25 @@ def read(checkpoint: Checkpoint, dialect: str | None = None) -> Manifest:
 
 
 def _read(name: str, dialect: Dialect, checkpoint: Checkpoint, evidence: str) -> Manifest:
+    where = f"{checkpoint.name}: its {name} config ({evidence})"
+    with _foreign(where):
+        manifest = dialect.read(checkpoint, evidence)
+    if (expects := manifest.expects) is None:
+        return manifest
+
+    def guarded(module: str, classes: tuple[str, ...]) -> bool:
+        with _foreign(where):
+            return expects(module, classes)
+
+    return replace(manifest, expects=guarded)
+
+
+@contextmanager
+def _foreign(where: str) -> Iterator[None]:
+    """A list where a dict belongs, a word where a number does ...: foreign JSON is checked by using it."""
     try:
-        return dialect.read(checkpoint, evidence)
+        yield
     except (AttributeError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError, re.error) as error:
         if isinstance(error, AnyFP8Error):
             raise
-        # a list where a dict belongs, a word where a number does ...: foreign JSON, checked by using it
-        raise DialectError(f"{checkpoint.name}: its {name} config ({evidence}) is malformed: {error!r}") from error
+        raise DialectError(f"{where} is malformed: {error!r}") from error

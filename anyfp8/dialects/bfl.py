@@ -15,13 +15,13 @@ from anyfp8.claims import ManifestBuilder
 from anyfp8.dialects import comfy
 from anyfp8.dialects.config import has_config
 from anyfp8.manifest import Manifest
-from anyfp8.scheme import PRESETS, QuantizationScheme
+from anyfp8.scheme import PRESETS
 from anyfp8.sources import FLOATS, Codes, Scale
 
 #: (single_)transformer_blocks are diffusers' names, double_blocks and single_blocks BFL's own
 _BLOCK = re.compile(r"(?:.*\.)?(?:transformer|double|single)\w*_blocks\.\d+\..+")
 _FP4 = "float4_e2m1fn"
-_NVFP4 = QuantizationScheme(_FP4, (1, 16), "float8_e4m3fn", _FP4, True, (1, 16), "e4m3")
+_NVFP4 = PRESETS["NVFP4"]
 
 
 def match(checkpoint: Checkpoint) -> str | None:

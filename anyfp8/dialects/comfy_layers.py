@@ -19,6 +19,7 @@ import torch
 
 from anyfp8.checkpoint import TensorRef
 from anyfp8.claims import ManifestBuilder
+from anyfp8.folding import join
 from anyfp8.numerics import dtype_name, grid_shape
 from anyfp8.scheme import QuantizationScheme, Tile
 from anyfp8.sources import Codes, Scale
@@ -52,7 +53,7 @@ def add_layer(builder: ManifestBuilder, module: str, label: dict[str, Any] | Non
         builder.claim(smooth)
         return
     if weight is None:
-        builder.problem("missing", _join(module, "weight"), f"its label says that it is {format}")
+        builder.problem("missing", join(module, "weight"), f"its label says that it is {format}")
         return
     scale = _either(builder, module, "weight_scale", "scale_weight")
     input_scale = _either(builder, module, "input_scale", "scale_input")
@@ -141,9 +142,7 @@ def _nvfp4(
     outer = builder.find(module, "weight_scale_2")
     codes = _cropped(builder, module, Codes(weight, _FP4, high_first=True, padded_to=16), label)
     if outer is None:
-        builder.problem(
-            "missing", _join(module, "weight_scale_2"), f"the block scales of {weight} are multiplied by it"
-        )
+        builder.problem("missing", join(module, "weight_scale_2"), f"the block scales of {weight} are multiplied by it")
     if outer is None or codes is None:
         builder.claim(weight, scale, input_scale, outer)
         return
@@ -186,7 +185,3 @@ def _either(builder: ManifestBuilder, module: str, new: str, old: str) -> Tensor
         builder.problem("ambiguous", second, f"is not the same as {first.name}, which is its other name")
         builder.claim(second)
     return first
-
-
-def _join(module: str, leaf: str) -> str:
-    return f"{module}.{leaf}" if module else leaf

@@ -26,7 +26,7 @@ from anyfp8.sources import Scale
 
 FILE = "hf_quant_config.json"
 _E4M3, _FP4 = "float8_e4m3fn", "float4_e2m1fn"
-_NVFP4 = QuantizationScheme(_FP4, (1, 16), _E4M3, _FP4, act_dynamic=True, act_tile=(1, 16), act_scale="e4m3")
+_NVFP4 = PRESETS["NVFP4"]
 _SCHEMES = {
     "FP8": PRESETS["FP8"],
     "FP8_PER_CHANNEL_PER_TOKEN": PRESETS["FP8_DYNAMIC"],

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from anyfp8.checkpoint import Checkpoint, TensorRef
-from anyfp8.claims import ManifestBuilder, list_notes
+from anyfp8.claims import NO_SHIFT, ManifestBuilder, is_zero, list_notes
 from anyfp8.dialects.config import quantization_config
 from anyfp8.manifest import Manifest
 from anyfp8.numerics import dtype_name
@@ -77,8 +77,8 @@ def _quantizers(builder: ManifestBuilder) -> None:
         if quantizer not in _QUANTIZERS or leaf not in ("scale", "scale_inv", "zero_point"):
             continue
         weight, scale = builder.find(module, "weight"), builder.find(path, "scale")
-        if leaf == "zero_point" and not bool(ref.read().float().count_nonzero()):
-            builder.exceptions[name] = "a zero point of 0 changes nothing"
+        if leaf == "zero_point" and is_zero(ref):
+            builder.exceptions[name] = NO_SHIFT
         elif weight is None:
             builder.exceptions[name] = "a quantizer without a weight (attention, KV cache): reported, not applied"
         elif weight.dtype in FLOATS:

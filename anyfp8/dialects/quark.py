@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from anyfp8.checkpoint import Checkpoint, TensorRef
-from anyfp8.claims import ManifestBuilder, list_notes
+from anyfp8.claims import KV_SCALE, NO_SHIFT, ManifestBuilder, is_zero, list_notes
 from anyfp8.dialects.config import quantization_config
 from anyfp8.errors import SchemeError
 from anyfp8.manifest import Manifest
@@ -204,15 +204,15 @@ def _leftovers(builder: ManifestBuilder) -> None:
     for name, ref in builder.checkpoint.tensors.items():
         module, _, leaf = name.rpartition(".")
         if leaf == "prob_output_scale" or (leaf == "output_scale" and module.rpartition(".")[2] in _ATTENTION):
-            builder.exceptions[name] = "a KV-cache or attention scale: reported, not applied"
+            builder.exceptions[name] = KV_SCALE
         if (found := _QUANTIZER.fullmatch(name)) is None:
             continue
         weight = builder.find(found["module"], "weight")
         if weight is not None and weight.dtype in FLOATS:
             reason = "Quark stored this layer's weight in float, already rounded: it is taken as it is"
             builder.exceptions[name] = reason + ", and its input is not quantized"
-        elif found["leaf"] == "zero_point" and not bool(ref.read().float().count_nonzero()):
-            builder.exceptions[name] = "a zero point of 0 changes nothing"
+        elif found["leaf"] == "zero_point" and is_zero(ref):
+            builder.exceptions[name] = NO_SHIFT
 
 
 def _expectations(builder: ManifestBuilder, config: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,9 +63,14 @@ def _asks_in_place(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -
         return bool(kwargs["inplace"])
     if getattr(func, "__module__", None) != "torch.nn.functional" or not inspect.isfunction(func):
         return False
+    place = _inplace_position(func)
+    return place is not None and place < len(args) and bool(args[place])
+
+
+@cache  # a forward that reads the weight comes here each time
+def _inplace_position(func: Callable[..., Any]) -> int | None:
     names = list(inspect.signature(func).parameters)
-    place = names.index("inplace") if "inplace" in names else len(args)
-    return place < len(args) and bool(args[place])
+    return names.index("inplace") if "inplace" in names else None
 
 
 def _marked(out: Any, args: Sequence[Any]) -> Any:

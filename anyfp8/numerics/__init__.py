@@ -11,11 +11,10 @@ from anyfp8.numerics.codes import (
     round_to_grid,
     unpack,
 )
-from anyfp8.numerics.scales import ACT_SCALES, AMAX_FLOOR, decode_e5m3, decode_e8m0, dynamic_scale, unswizzle
+from anyfp8.numerics.scales import AMAX_FLOOR, decode_e5m3, decode_e8m0, dynamic_scale, unswizzle
 from anyfp8.numerics.tiles import dequantize, expand_scale, grid_shape, quantize_tiled, tile_amax
 
 __all__ = [
-    "ACT_SCALES",
     "AMAX_FLOOR",
     "FORMATS",
     "Format",

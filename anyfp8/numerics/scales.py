@@ -14,9 +14,6 @@ from anyfp8.numerics.tiles import tile_amax
 #: Dynamic scales come from an amax of at least this: a row of zeros stays zero instead of becoming 0/0.
 AMAX_FLOOR = 1e-12
 
-#: How the scale of a dynamic input is formed and rounded; see `dynamic_scale`.
-ACT_SCALES = ("float32", "e8m0_floor", "e8m0_even", "e8m0_ceil", "e4m3", "e5m3")
-
 
 def decode_e8m0(codes: Tensor) -> Tensor:
     """uint8 exponents → float32: 2^(byte − 127), 255 is NaN (OCP Microscaling specification v1.0, section 5.4.1)."""

@@ -12,7 +12,6 @@ from anyfp8.numerics import FORMATS
 from anyfp8.scheme import QuantizationScheme
 from anyfp8.writers.base import Layer, act_kind, e8m0, is_mx, kind, leaf, scalar
 
-FILES = "model{suffix}.safetensors"
 _MX_ACT = {"e8m0_floor": "mx_fp", "e8m0_ceil": "mx_fp_rceil"}
 
 
@@ -67,11 +66,6 @@ def configs(layers: Sequence[Layer], floats: Sequence[str], producer: str) -> di
     if extra:
         config["extra_config"] = extra
     return {"config.json": {"quantization_config": config}, "quantization_config.json": config}
-
-
-def metadata(layers: Sequence[Layer], producer: str) -> dict[str, str]:
-    """As transformers writes it."""
-    return {"format": "pt", "producer": producer}
 
 
 def _packing(scheme: QuantizationScheme) -> str | None:

@@ -9,7 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from anyfp8.folding import join
 from anyfp8.scheme import QuantizationScheme
+
+#: pattern for the weight files of every format; `{suffix}` becomes "" or "-00001-of-00003"
+FILES = "model{suffix}.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -25,9 +30,6 @@ class Layer:
 
 class Writer(Protocol):
     """One format: a module with these functions."""
-
-    #: pattern for the weight files; `{suffix}` becomes "" or "-00001-of-00003"
-    FILES: str
 
     def refuse(self, layer: Layer) -> str | None:
         """Why the format can't say this layer; None if it can."""
@@ -45,13 +47,21 @@ class Writer(Protocol):
         floats: paths of modules with a float weight of two or more dimensions.
         """
 
-    def metadata(self, layers: Sequence[Layer], producer: str) -> dict[str, str]:
-        """The safetensors header's `__metadata__`."""
+
+def metadata(producer: str) -> dict[str, str]:
+    """The safetensors header's `__metadata__`, as transformers writes it and with us as producer."""
+    return {"format": "pt", "producer": producer}
+
+
+def matrices(shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Of plain tensors' shapes by name, the modules whose weight has two or more dimensions: `configs`' floats."""
+    names = [name for name, shape in shapes.items() if name.endswith(".weight") and len(shape) > 1]
+    return [name.removesuffix(".weight") for name in names]
 
 
 def leaf(layer: Layer, name: str) -> str:
     """`<module>.<name>`."""
-    return f"{layer.name}.{name}" if layer.name else name
+    return join(layer.name, name)
 
 
 def kind(scheme: QuantizationScheme) -> str:

@@ -12,8 +12,6 @@ from torch import Tensor
 from anyfp8.numerics import FORMATS
 from anyfp8.writers.base import Layer, act_kind, kind, leaf, scalar
 
-FILES = "model{suffix}.safetensors"
-
 
 def refuse(layer: Layer) -> str | None:
     """Linear and Embedding weights per tensor; inputs static in the weight's own format, or left alone."""
@@ -53,8 +51,3 @@ def tensors(layer: Layer, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def configs(layers: Sequence[Layer], floats: Sequence[str], producer: str) -> dict[str, dict[str, Any]]:
     """None: everything is in the one file."""
     return {}
-
-
-def metadata(layers: Sequence[Layer], producer: str) -> dict[str, str]:
-    """The producer."""
-    return {"format": "pt", "producer": producer}

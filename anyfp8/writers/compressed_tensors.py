@@ -12,8 +12,6 @@ from anyfp8.numerics import FORMATS
 from anyfp8.scheme import QuantizationScheme
 from anyfp8.writers.base import Layer, act_kind, e8m0, is_mx, kind, leaf, scalar
 
-FILES = "model{suffix}.safetensors"
-
 
 def refuse(layer: Layer) -> str | None:
     """Linear and Embedding weights in e4m3fn, FP6 or FP4, with the roundings that compressed-tensors itself uses."""
@@ -87,11 +85,6 @@ def configs(layers: Sequence[Layer], floats: Sequence[str], producer: str) -> di
         "producer": producer,
     }
     return {"config.json": {"quantization_config": config}}
-
-
-def metadata(layers: Sequence[Layer], producer: str) -> dict[str, str]:
-    """As transformers writes it."""
-    return {"format": "pt", "producer": producer}
 
 
 def _group(scheme: QuantizationScheme, targets: list[str]) -> dict[str, Any]:

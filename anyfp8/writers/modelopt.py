@@ -12,8 +12,6 @@ from anyfp8.numerics import FORMATS
 from anyfp8.scheme import QuantizationScheme
 from anyfp8.writers.base import Layer, act_kind, e8m0, is_mx, kind, leaf, scalar
 
-FILES = "model{suffix}.safetensors"
-
 
 def refuse(layer: Layer) -> str | None:
     """Linear weights in one of ModelOpt's named algorithms."""
@@ -66,11 +64,6 @@ def configs(layers: Sequence[Layer], floats: Sequence[str], producer: str) -> di
         "hf_quant_config.json": {"producer": who, "quantization": inner},
         "config.json": {"quantization_config": flat},
     }
-
-
-def metadata(layers: Sequence[Layer], producer: str) -> dict[str, str]:
-    """As transformers writes it."""
-    return {"format": "pt", "producer": producer}
 
 
 def _entry(scheme: QuantizationScheme) -> dict[str, Any]:

@@ -8,11 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from anyfp8.dialects.anyfp8_json import FILE
 from anyfp8.numerics import FORMATS
 from anyfp8.writers.base import Layer, leaf
-
-FILES = "model{suffix}.safetensors"
-FILE = "anyfp8.json"
 
 
 def refuse(layer: Layer) -> str | None:
@@ -40,8 +38,3 @@ def configs(layers: Sequence[Layer], floats: Sequence[str], producer: str) -> di
     schemes = {layer.name: replace(layer.scheme, scale_dtype="float32").to_dict() for layer in layers}
     manifest = {"format": "anyfp8", "version": 1, "producer": producer}
     return {FILE: manifest | {"ignore": sorted(floats), "layer_config": schemes}}
-
-
-def metadata(layers: Sequence[Layer], producer: str) -> dict[str, str]:
-    """The producer."""
-    return {"format": "pt", "producer": producer}

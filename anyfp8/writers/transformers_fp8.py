@@ -10,8 +10,6 @@ from torch import Tensor
 from anyfp8.numerics import FORMATS
 from anyfp8.writers.base import Layer, act_kind, kind, leaf, scalar
 
-FILES = "model{suffix}.safetensors"
-
 
 def refuse(layer: Layer) -> str | None:
     """Linear weights in e4m3fn: blocks with inputs in groups of the block's width, or per tensor."""
@@ -65,8 +63,3 @@ def configs(layers: Sequence[Layer], floats: Sequence[str], producer: str) -> di
         "producer": producer,
     }
     return {"config.json": {"quantization_config": config}}
-
-
-def metadata(layers: Sequence[Layer], producer: str) -> dict[str, str]:
-    """As transformers writes it."""
-    return {"format": "pt", "producer": producer}
