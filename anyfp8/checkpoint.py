@@ -20,6 +20,8 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 #: preferred when a folder holds several safetensors files or indexes without saying which one is meant
 STEMS = ("model", "diffusion_pytorch_model", "pytorch_model")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.safetensors")
+#: bytes; what torch's CPU allocator aligns to
+_ALIGNMENT = 64
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -63,7 +65,11 @@ class TensorRef:
         return dtype
 
     def read(self) -> Tensor:
-        """The tensor, on CPU. From a file: without a copy, each in a storage of its own over a private mapping."""
+        """The tensor, on CPU. From a file: in a storage of its own over a private mapping, without a copy.
+
+        Only numbers of several bytes that are not aligned as torch aligns its own memory are copied: matmuls on a CPU
+        round their last bit in another way there, and a reinterpreting view needs the alignment of its dtype.
+        """
         if isinstance(self._source, Tensor):
             return self._source
         file, begin, end = self._source
@@ -71,8 +77,9 @@ class TensorRef:
         if begin == end:
             return torch.empty(self.shape, dtype=dtype)
         raw = torch.frombuffer(file.buffer(), dtype=torch.uint8, count=end - begin, offset=begin)
-        if begin % dtype.itemsize:  # a reinterpreting view needs alignment, which the format doesn't promise
+        if dtype.itemsize > 1 and begin % _ALIGNMENT:
             raw = raw.clone()
+            file.drop(begin, end)
         return raw.view(dtype).view(self.shape)
 
     def __str__(self) -> str:
@@ -94,6 +101,13 @@ class _MappedFile:
             except OSError as error:
                 raise CheckpointError(f"{self.path} can't be mapped into memory: {error}") from error
         return self._map
+
+    def drop(self, begin: int, end: int) -> None:
+        """Free the memory of the pages that lie wholly between; whoever looks again reads the file again."""
+        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = end // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if size > 0 and hasattr(mmap, "MADV_DONTNEED"):
+            self.buffer().madvise(mmap.MADV_DONTNEED, first, size)
 
 
 @dataclass(frozen=True, eq=False)

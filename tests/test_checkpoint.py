@@ -555,13 +555,28 @@ def test_what_is_no_hub_id_is_not_asked_for(source, tmp_path, monkeypatch):
 
 
 # --- reading ---
-def test_reading_copies_nothing(tmp_path):
-    file = write_tensors(tmp_path / "x.safetensors", {"a": A, "b": B.to(torch.bfloat16)})
-    found = Checkpoint.open(file)
+def test_reading_codes_copies_nothing(tmp_path):
+    codes = {"a": A.to(torch.float8_e4m3fn), "b": B.to(torch.float8_e4m3fn)}
+    found = Checkpoint.open(write_tensors(tmp_path / "x.safetensors", codes))
     first, again = found.tensors["a"].read(), found.tensors["a"].read()
     assert first.data_ptr() == again.data_ptr() != 0
     other = found.tensors["b"].read()
     assert other.data_ptr() == first.data_ptr() + first.nbytes  # as they lie in the file
+
+
+def test_floats_are_aligned_as_torch_aligns_them_and_copied_only_for_that(tmp_path):
+    tensors = {f"t{i}": randn(3000 + i) for i in range(4)}  # larger than a page, whose memory is given back
+    file = write_tensors(tmp_path / "x.safetensors", tensors)
+    refs = Checkpoint.open(file).tensors
+    begins = {name: ref._source[1] for name, ref in refs.items()}
+    assert any(begin % 64 for begin in begins.values())
+    for name, ref in refs.items():
+        read, again = ref.read(), ref.read()
+        assert read.data_ptr() % 64 == 0
+        assert (read.data_ptr() == again.data_ptr()) == (begins[name] % 64 == 0)
+        assert_same_bytes(read, tensors[name])
+        read.add_(1)
+        assert_same_bytes(ref.read(), read if begins[name] % 64 == 0 else tensors[name])
 
 
 def test_each_tensor_has_a_storage_of_its_own(tmp_path):
