@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from anyfp8.buffers import refill
 from anyfp8.checkpoint import TensorRef
-from anyfp8.errors import BackendError, LoadError, Problem
+from anyfp8.errors import BackendError
 from anyfp8.layers import FP8Layer, Part, parametrize_codes, unparametrize
 from anyfp8.manifest import LayerSpec
 from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace, Stack
-from anyfp8.replace import ModuleTree, Slot, swap
+from anyfp8.replace import Slot, swap
 from anyfp8.sources import Codes, plain_values
 
 
@@ -26,12 +27,12 @@ def apply_plan(
 ) -> nn.Module:
     """Carry out a plan without problems; returns the root, which is new only if it was swapped itself.
 
-    Raises BackendError if the backend can't run some layer, LoadError if a module's own buffer hook fails; the model is
-    then as it was.
+    Raises BackendError if the backend can't run some layer, LoadError if a buffer that no file holds can't be computed;
+    the model is then as it was.
     """
     applier = _Applier(plan, dtype, device)
     with _bar(plan, progress) as advance, torch.no_grad():
-        undo = _fill_meta_buffers(plan.tree, device)
+        undo = refill(plan.tree, device)
         try:
             applier.build_layers(backend)
         except BaseException:
@@ -156,56 +157,6 @@ class _Applier:
 def _overlaps(tensor: Tensor) -> bool:
     """Expanded tensors: several elements are one place in memory, so they can't be copied into."""
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _fill_meta_buffers(tree: ModuleTree, device: torch.device | None) -> Callable[[], None]:
-    """Materialise non-persistent meta buffers and let their modules' own hooks fill them; returns how to undo it.
-
-    The hook (`init_non_persistent_buffers`, timm's convention) is the module's code: it runs before any other change.
-    It may look at its module's parameters for device and dtype, so these are not on meta while it runs.
-    """
-    where = device or torch.device("cpu")
-    owners = {owner: name for name, (owner, _) in tree.meta_buffers.items()}
-    saved = [(owner, dict(owner._buffers), set(owner._non_persistent_buffers_set)) for owner in owners]
-
-    def undo() -> None:
-        for owner, buffers, hidden in saved:
-            owner._buffers.clear()
-            owner._buffers.update(buffers)
-            owner._non_persistent_buffers_set.clear()
-            owner._non_persistent_buffers_set.update(hidden)
-
-    problems: list[Problem] = []
-    for owner, leaf in tree.meta_buffers.values():
-        fresh = torch.empty_like(owner.get_buffer(leaf), device=where)
-        owner._buffers[leaf] = fresh.fill_(float("nan")) if fresh.is_floating_point() else fresh.zero_()
-    for owner, name in owners.items():
-        with _parameters_on(owner, where):
-            try:
-                owner.init_non_persistent_buffers()  # type: ignore[operator]
-            except Exception as error:
-                problems.append(Problem("meta", name, f"init_non_persistent_buffers() raised {error!r}"))
-    for name, (owner, leaf) in tree.meta_buffers.items():
-        found = owner._buffers.get(leaf)
-        if found is None or found.is_meta or (found.is_floating_point() and found.numel() and found.isnan().all()):
-            problems.append(Problem("meta", name, "init_non_persistent_buffers() left it empty"))
-    if problems:
-        undo()
-        raise LoadError(problems)
-    return undo
-
-
-@contextmanager
-def _parameters_on(owner: nn.Module, device: torch.device) -> Iterator[None]:
-    """For the time being, empty (never touched, so free) parameters in place of those on meta."""
-    saved = [(m, k, p) for m in owner.modules() for k, p in m._parameters.items() if p is not None and p.is_meta]
-    try:
-        for module, leaf, parameter in saved:
-            module._parameters[leaf] = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
-        yield
-    finally:
-        for module, leaf, parameter in saved:
-            module._parameters[leaf] = parameter
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from anyfp8.buffers import refillable
 from anyfp8.checkpoint import TensorRef
 from anyfp8.errors import Problem
 from anyfp8.experts import Expert, find_expert
@@ -301,9 +302,11 @@ class _Planner:
     def _uninitialised(self) -> None:
         for name in self.tree.lazy:
             self.problems.append(Problem("unsupported", name, "has no shape yet: run the model once before loading"))
-        for name, (owner, _) in self.tree.meta_buffers.items():
-            if not callable(getattr(owner, "init_non_persistent_buffers", None)):
-                detail = "a non-persistent buffer, which no checkpoint holds; build the model on a real device, or "
+        lost = {name: (owner, "a non-persistent buffer") for name, (owner, _) in self.tree.meta_buffers.items()}
+        lost |= {name: (owner, "a tensor attribute on meta") for name, (owner, _) in self.tree.meta_attributes.items()}
+        for name, (owner, what) in lost.items():
+            if not refillable(self.tree, owner, name.rpartition(".")[0]):
+                detail = f"{what}, which no checkpoint holds; build the model on a real device, or "
                 detail += f"give {type(owner).__name__} a method init_non_persistent_buffers()"
                 self.problems.append(Problem("meta", name, detail))
 

@@ -18,6 +18,8 @@ from anyfp8.layers.storage import STORED
 #: child names that torch's wrappers put between a module and its own names
 _ALWAYS_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _MODULE_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+#: of a module's __dict__, what holds its own tensors and children
+_TENSORS = ("_parameters", "_buffers", "_modules")
 _SEGMENT = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
@@ -66,6 +68,7 @@ class ModuleTree:
 
     modules: canonical path → module. parents: id(module) → every (parent, child name) that holds it.
     slots: name → Slot, under canonical names. meta_buffers: non-persistent buffers that are on the meta device.
+    meta_attributes: plain attributes that hold tensors (parameters aside) on the meta device.
     lazy: parameters and buffers without a shape yet (LazyLinear before its first call).
     """
 
@@ -79,6 +82,7 @@ class ModuleTree:
         self.parents: dict[int, list[tuple[nn.Module, str]]] = {}
         self.slots: dict[str, Slot] = {}
         self.meta_buffers: dict[str, tuple[nn.Module, str]] = {}
+        self.meta_attributes: dict[str, tuple[nn.Module, str]] = {}
         self.lazy: list[str] = []
         self._by_place: dict[tuple[int, str], Slot] = {}
         self._walk(root, "", [])
@@ -100,6 +104,9 @@ class ModuleTree:
             buffer = module._buffers.get(leaf)
             if buffer is not None and buffer.is_meta:
                 self.meta_buffers[join(path, leaf)] = (module, leaf)
+        for key, value in module.__dict__.items():
+            if key not in _TENSORS and any(tensor.is_meta for tensor in tensors_in(value)):
+                self.meta_attributes[join(path, key)] = (module, key)
         for name, child in module._modules.items():
             if child is None or (name == "parametrizations" and _decoders(module)):
                 continue
@@ -126,6 +133,15 @@ class ModuleTree:
                 key = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
             groups.setdefault(key, []).append(slot)
         return list(groups.values())
+
+
+def tensors_in(value: Any, depth: int = 2) -> Iterator[Tensor]:
+    """The tensors (parameters aside) that an attribute holds, itself or in lists, tuples and dicts."""
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        yield value
+    elif depth and isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item, depth - 1)
 
 
 def _slots(module: nn.Module) -> Iterator[Slot]:
@@ -179,7 +195,7 @@ def swap(tree: ModuleTree, twins: Mapping[nn.Module, nn.Module]) -> nn.Module:
                 parent._initialize()  # type: ignore[operator]  # torch.compile's wrapper is bound to the old forward
     for module in {id(m): m for m in (*tree.modules.values(), *twins.values())}.values():
         for key, value in module.__dict__.items():
-            if key not in ("_parameters", "_buffers", "_modules"):
+            if key not in _TENSORS:
                 module.__dict__[key] = _swapped(value, twins)
     for old in twins:
         for name in ("weight", "weight_codes"):

@@ -103,7 +103,12 @@ def fresh_model(build: Build, folder: Path) -> tuple[nn.Module, str]:
         if not anyfp8.plan(model, folder).problems:
             return model, "meta"
         reason = "; ".join(sorted({f"{p.kind}: {p.detail}" for p in anyfp8.plan(model, folder).problems}))
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:  # a constructor that computes with values
+    except (
+        RuntimeError,
+        NotImplementedError,
+        TypeError,
+        ValueError,
+    ) as error:  # a constructor that computes with values
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     torch.manual_seed(2)
     model = build().eval()
