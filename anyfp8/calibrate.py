@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -48,12 +48,13 @@ def observe(
     *,
     percentile: float = 100.0,
     progress: bool | None = None,
+    optional: Collection[str] = (),
 ) -> dict[str, float]:
     """Layer name → largest magnitude of its input, over a calibration run in eval mode without gradients.
 
     calibration: batches (a tensor is passed as model(x), a tuple or list as model(*x), a dict as model(**x)), or a
-    callable that gets the model. Raises CalibrationError, naming the layers, where an input was never seen or isn't
-    finite.
+    callable that gets the model. optional: layers that need not be called. Raises CalibrationError, naming the layers,
+    where an input was never seen or isn't finite.
     """
     if calibration is None:
         raise CalibrationError("a static scheme needs calibration=: batches, or a callable that runs the model")
@@ -73,7 +74,7 @@ def observe(
         for handle in handles:
             handle.remove()
     seen = {name: None if o.amax is None else float(o.amax) for name, o in observers.items()}
-    if never := [name for name, amax in seen.items() if amax is None]:
+    if never := [name for name, amax in seen.items() if amax is None and name not in optional]:
         raise CalibrationError(
             f"calibration never called {', '.join(fold(never))} (or its parent reads the weight without calling it); "
             "calibrate with inputs that reach it, or leave it out with exclude="

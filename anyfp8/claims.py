@@ -9,7 +9,7 @@ from typing import Any
 
 from anyfp8.checkpoint import Checkpoint, TensorRef
 from anyfp8.errors import Problem
-from anyfp8.folding import fold, join
+from anyfp8.folding import fold, join, layer_path
 from anyfp8.manifest import LayerSpec, Manifest
 from anyfp8.numerics import dtype_name
 from anyfp8.scheme import QuantizationScheme
@@ -127,7 +127,7 @@ class ManifestBuilder:
             result = replace(result, by_class=tuple(fitting.items()))
         for spec in (result, *(found for _, found in result.by_class)):
             self.claim(*spec.refs)
-        self.layers[module if param == "weight" else join(module, param)] = result
+        self.layers[layer_path(module, param)] = result
 
     def _spec(self, module: str, scheme: QuantizationScheme, given: Any, why_static: str) -> LayerSpec | list[Problem]:
         """The layer read in this scheme, or what keeps it from being read so."""

@@ -13,6 +13,7 @@ from anyfp8 import dialects, writers
 from anyfp8.checkpoint import CONFIGS, Checkpoint, TensorRef
 from anyfp8.errors import AnyFP8Error, LoadError, Problem
 from anyfp8.folder import replacing, write_json
+from anyfp8.folding import join
 from anyfp8.manifest import LayerSpec, Manifest
 from anyfp8.numerics import decode, dtype_name, unswizzle
 from anyfp8.sources import plain_values
@@ -68,7 +69,7 @@ def convert(
 
 
 def _layer(spec: LayerSpec) -> Layer:
-    return Layer(spec.name, spec.scheme, spec.shape, two_level=spec.scale.factor is not None)
+    return Layer(spec.name, spec.scheme, spec.shape, two_level=spec.scale.factor is not None, param=spec.param)
 
 
 def _values(spec: LayerSpec) -> dict[str, Tensor]:
@@ -95,7 +96,7 @@ def _write_weights(
         by_file.setdefault(spec.weight.file, []).append(spec)
     for ref in manifest.plain.values():
         by_file.setdefault(ref.file, []).append(ref)
-    named = {layer.name: layer for layer in layers}
+    named = {join(layer.name, layer.param): layer for layer in layers}
     weight_map: dict[str, str] = {}
     total = 0
     files = sorted(by_file)
@@ -120,7 +121,9 @@ def _tensors(
         if isinstance(owner, TensorRef):
             yield owner.name, plain_values(owner)
         else:
-            yield from ((n, t.contiguous()) for n, t in writer.tensors(layers[owner.name], _values(owner)).items())
+            yield from (
+                (n, t.contiguous()) for n, t in writer.tensors(layers[owner.weight_name], _values(owner)).items()
+            )
 
 
 def _write_configs(checkpoint: Checkpoint, configs: dict[str, dict[str, Any]], folder: Path) -> None:

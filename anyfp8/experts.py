@@ -1,10 +1,11 @@
-"""Stacked experts: files store `experts.<i>.gate_proj` one by one, models keep all in one `experts.gate_up_proj`."""
+"""Stacked experts: `experts.<i>.gate_proj` one by one, or all in one `experts.gate_up_proj`, in file or model."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from anyfp8.manifest import LayerSpec
 from anyfp8.replace import ModuleTree, Slot
 
 #: leaf of the per-expert module → (stacked parameter, which part of its rows, of how many)
@@ -16,6 +17,8 @@ _PARTS = {
     "w3": ("gate_up_proj", 1, 2),
     "w2": ("down_proj", 0, 1),
 }
+#: how models name the parts of a stacked parameter, one by one: the same in two vocabularies
+_NAMES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 _EXPERT = re.compile(rf"(?P<head>(?:.*\.)?experts)\.(?P<index>[0-9]{{1,9}})\.(?P<leaf>{'|'.join(_PARTS)})\.weight")
 
 
@@ -52,3 +55,41 @@ def find_expert(tree: ModuleTree, name: str) -> Expert | None:
     place = stacked_place(name)
     slot = None if place is None else tree.find(place[0])
     return None if place is None or slot is None else Expert(slot, *place[1:])
+
+
+def unstacked(tree: ModuleTree, name: str, shape: tuple[int, ...]) -> list[Expert]:
+    """Where a model that has its experts one by one has the parts of a stacked weight of this name and shape; [] if not
+    all of them."""
+    head, _, leaf = name.rpartition(".")
+    if head.rpartition(".")[2] != "experts" or len(shape) != 3:
+        return []
+    for parts in _NAMES.get(leaf, ()):
+        names = [(i, part, f"{head}.{i}.{one}.weight") for i in range(shape[0]) for part, one in enumerate(parts)]
+        slots = [(i, part, tree.find(found)) for i, part, found in names]
+        each = (shape[1] // len(parts), shape[2])
+        places = [Expert(slot, i, part, len(parts)) for i, part, slot in slots if slot is not None]
+        if len(places) == len(names) and shape[1] % len(parts) == 0 and all(p.slot.shape == each for p in places):
+            return places
+    return []
+
+
+def one_expert(spec: LayerSpec, place: Expert) -> LayerSpec | None:
+    """The part of a stack [experts, parts × rows, columns] that belongs to `place`, as a layer of its own; None where
+    the tiles of the scale reach beyond it."""
+    scheme, rows = spec.scheme, spec.shape[1] // place.parts
+    tile = spec.shape[1] if scheme.tile[1] == -1 else scheme.tile[1]
+    simple = (spec.codes.index, spec.codes.rows, spec.codes.crop, spec.scale.index, spec.scale.rows) == (None,) * 5
+    if scheme.tile[0] != 1 or not scheme.weight_only or spec.extras or not simple or spec.scale.swizzled:
+        return None
+    if spec.codes.transposed or spec.scale.transposed or len(spec.scale.shape) != 3:
+        return None
+    whole = tile >= spec.shape[1]  # one row of scales serves all parts
+    if not whole and rows % tile:
+        return None
+    first = place.part * rows
+    codes = replace(spec.codes, index=place.index, rows=(first, first + rows))
+    grid = None if whole else (first // tile, (first + rows) // tile)
+    scale = replace(spec.scale, index=place.index, rows=grid)
+    tiles = (-1 if whole else tile, *scheme.tile[2:])
+    module = place.slot.name.rpartition(".")[0]
+    return replace(spec, name=module, param="weight", scheme=replace(scheme, tile=tiles), codes=codes, scale=scale)

@@ -15,6 +15,15 @@ def join(path: str, leaf: str) -> str:
     return f"{path}.{leaf}" if path else leaf
 
 
+def layer_path(module: str, param: str) -> str:
+    """What a quantized weight is called in manifests: the module's path, or the parameter's where it is no `weight`.
+
+    >>> layer_path("blocks.0.fc", "weight"), layer_path("blocks.0.attn", "in_proj_weight")
+    ('blocks.0.fc', 'blocks.0.attn.in_proj_weight')
+    """
+    return module if param == "weight" else join(module, param)
+
+
 def fold(names: Iterable[str]) -> list[str]:
     """The names, with those that differ only in numbered path components written once, in first-seen order.
 

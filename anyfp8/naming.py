@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from anyfp8.errors import AnyFP8Error
-from anyfp8.experts import find_expert
+from anyfp8.experts import find_expert, unstacked
 from anyfp8.folding import join
 from anyfp8.replace import ModuleTree, Slot
 from anyfp8.sources import Codes
@@ -62,7 +62,9 @@ class Need:
         if slot is not None:
             return [slot] if (self.codes.fits(slot.codes_shape) if self.codes else self.shape == slot.shape) else []
         found = find_expert(tree, name)
-        return [found.slot] if found is not None and found.fits(self.shape) else []
+        if found is not None and found.fits(self.shape):
+            return [found.slot]
+        return [place.slot for place in unstacked(tree, name, self.shape)]
 
 
 @dataclass(eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -12,12 +13,13 @@ from torch import nn
 from anyfp8.buffers import refillable
 from anyfp8.checkpoint import TensorRef
 from anyfp8.errors import Problem
-from anyfp8.experts import Expert, find_expert
+from anyfp8.experts import Expert, find_expert, one_expert, unstacked
 from anyfp8.folding import fold
 from anyfp8.layers import replacement
 from anyfp8.manifest import LayerSpec, Manifest
 from anyfp8.naming import Need, Rename, find_prefix, renamer
 from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace, Skip, Stack, Step
+from anyfp8.reads import weight_readers
 from anyfp8.replace import ModuleTree, Slot
 from anyfp8.selection import patterns, selected
 
@@ -86,6 +88,11 @@ class _Planner:
         leftover = (*self.manifest.exceptions, *self.manifest.unclaimed)
         return needs | {name: Need(tensors[name].shape, optional=True) for name in leftover}
 
+    @cached_property
+    def readers(self) -> dict[nn.Module, str]:
+        """See `weight_readers`."""
+        return weight_readers(self.tree)
+
     def _slot(self, name: str) -> Slot | None:
         return self.tree.find(self.prefix(self.rename(name)))
 
@@ -105,7 +112,7 @@ class _Planner:
     def _layer(self, spec: LayerSpec) -> None:
         slot = self._slot(spec.weight_name)
         if slot is None:
-            if not self._expert(spec.weight_name, spec):
+            if not self._expert(spec.weight_name, spec) and not self._unstack(spec):
                 self._unexpected(spec.weight.name)
         elif not spec.codes.fits(slot.codes_shape):
             self._mismatched(spec.weight, slot, spec.shape)
@@ -141,9 +148,9 @@ class _Planner:
             if lost := _activations(spec):
                 self.notes.append(f"{modules[0]}: {lost} not quantized ({reason})")
             return
-        parents = self.tree.parents.get(id(slot.owner), [])
-        if any(isinstance(parent, nn.MultiheadAttention) for parent, _ in parents) and (lost := _activations(spec)):
-            self.notes.append(f"{modules[0]}: nn.MultiheadAttention reads the weight, so {lost} not quantized")
+        if (lost := _activations(spec)) and (reader := self.readers.get(slot.owner)):
+            self.notes.append(f"{modules[0]}: {lost} not quantized: {reader}")
+            why = reader
         if issubclass(layer, nn.Embedding) and not spec.scheme.weight_only:
             spec, why = spec.without_input(), "indices are not quantized"
         self.steps.append(Replace(slot, spec, layer, why))
@@ -172,6 +179,20 @@ class _Planner:
                 self.problems.append(Problem("ambiguous", name, "two tensors of the file are this expert's"))
         self.filled.setdefault(id(place.slot), piece)
         return True
+
+    def _unstack(self, spec: LayerSpec) -> bool:
+        """Give a stack of experts to a model that has them one by one; False if it is none, or the model has not."""
+        places = unstacked(self.tree, self.prefix(self.rename(spec.weight_name)), spec.shape)
+        for place in places:
+            single = one_expert(spec, place)
+            if single is None:
+                detail = f"the model has its experts one by one, and a scale of {spec.scheme} reaches over several"
+                self.problems.append(Problem("unsupported", spec.weight.name, detail, spec.weight.file))
+                self.filled |= {id(each.slot): spec for each in places}  # not missing besides
+                break
+            if self._take(place.slot, single):
+                self._place(place.slot, single)
+        return bool(places)
 
     def _stack(self) -> None:
         for place, pieces in self.experts.values():

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from anyfp8.calibrate import Calibration, observe
 from anyfp8.errors import CalibrationError
-from anyfp8.folding import fold
-from anyfp8.layers import LAYERS, FP8Layer, replacement
+from anyfp8.folding import fold, layer_path
+from anyfp8.layers import LAYERS, Part, is_hf_conv1d, parametrize_codes, quantized_part, replacement
 from anyfp8.numerics import FORMATS
-from anyfp8.replace import ModuleTree, swap
+from anyfp8.reads import weight_readers
+from anyfp8.replace import ModuleTree, Slot, swap
 from anyfp8.report import attach_report
 from anyfp8.scheme import QuantizationScheme
 from anyfp8.selection import patterns, selected
 
 logger = logging.getLogger(__name__)
+
+#: types that multiply with their weight and have no FP8 layer
+_OTHERS = (nn.modules.conv._ConvNd, nn.Bilinear, nn.EmbeddingBag)
 
 
 def quantize(
@@ -42,79 +47,161 @@ def quantize(
     include, exclude: fnmatch patterns on module paths. Embeddings are quantized (weight-only) only if included by name.
     percentile: of each batch's input magnitudes that becomes the largest value; 100 is the maximum.
 
-    A dynamic per-token scheme becomes per-tensor dynamic for convolutions, whose inputs have no tokens. Layers of a
-    type that has no FP8 version, or whose weight has another rank than a block's, stay float;
-    `anyfp8.report(model)` names them.
+    A dynamic per-token scheme becomes per-tensor dynamic for convolutions, whose inputs have no tokens. Weights that
+    no call of a layer uses are weight-only, and the report says so: those of layers whose weight is read by the module
+    around them, stacked experts (a 3-D parameter of a module with "expert" in its path or class), and
+    nn.MultiheadAttention's `in_proj_weight`. Layers of a type that has no FP8 version, or whose weight has another
+    rank than a block's, stay float; `anyfp8.report(model)` names them.
 
     Raises CalibrationError, naming the layers, for inputs never seen and for values that aren't finite, SchemeError for
     an unknown scheme; the model is then as it was.
     """
-    chosen = QuantizationScheme.of(scheme)
-    tree = ModuleTree(model)
-    layers, skipped = _choose(tree, chosen, patterns(include), patterns(exclude))
-    if not layers:
+    made = plan_quantization(model, scheme, include=include, exclude=exclude)
+    if not made.schemes:
         raise CalibrationError("no layer to quantize: check include and exclude")
-    if bare := [name for name, module in layers.items() if module.get_parameter("weight").is_meta]:
+    if bare := [name for name, slot in made.slots.items() if slot.tensor.is_meta]:
         raise CalibrationError(f"{', '.join(fold(bare))} are on the meta device: there are no weights to quantize")
-    schemes = {name: _scheme_for(module, chosen) for name, module in layers.items()}
-    static = {name: layers[name] for name, s in schemes.items() if s.static}
-    amax = observe(model, static, calibration, percentile=percentile, progress=progress) if static else {}
-    built: dict[str, FP8Layer] = {}
-    for name, module in layers.items():
-        layer_type, _ = replacement(module)
-        assert layer_type is not None
-        scale = _input_scale(name, amax[name], schemes[name], module) if name in amax else None
+    schemes, notes = dict(made.schemes), dict(made.notes)
+    static = {name: made.slots[name].owner for name, s in made.calibrated.items() if s.static}
+    amax: dict[str, float] = {}
+    if static:
+        amax = observe(
+            model, static, calibration, percentile=percentile, progress=progress, optional=notes.keys() & static.keys()
+        )
+        for name in notes.keys() & amax.keys():  # it is called after all
+            schemes[name] = made.calibrated[name]
+            del notes[name]
+    built: dict[nn.Module, nn.Module] = {}
+    parameters: list[tuple[Slot, Part]] = []
+    for name, slot in made.slots.items():
+        layer_type, _ = replacement(slot.owner) if slot.leaf == "weight" else (None, "")
+        scale = _input_scale(name, amax[name], schemes[name], slot.tensor) if name in amax else None
         try:
-            built[name] = layer_type.from_float(module, schemes[name], scale)
+            if layer_type is None:
+                parameters.append((slot, quantized_part(slot.tensor, schemes[name])))
+            else:
+                built[slot.owner] = layer_type.from_float(slot.owner, schemes[name], scale)
         except ValueError as error:
             raise CalibrationError(f"{name}: {error}") from None
-    root = swap(tree, {layers[name]: layer for name, layer in built.items()})
-    attach_report(root, source="quantize", dialect="none", evidence=str(chosen), skipped=skipped)
+    root = swap(made.tree, built)
+    for slot, part in parameters:
+        parametrize_codes(slot.owner, slot.leaf, [part], slot.tensor.dtype)
+    notes = {made.slots[name].name: why for name, why in notes.items()}
+    attach_report(
+        root, source="quantize", dialect="none", evidence=made.evidence, skipped=made.skipped, layer_notes=notes
+    )
     return root
 
 
-def _choose(
-    tree: ModuleTree, scheme: QuantizationScheme, include: tuple[str, ...] | None, exclude: tuple[str, ...] | None
-) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Name → module to quantize, and name → reason for those that would be wanted but can't be."""
-    layers: dict[str, nn.Module] = {}
-    skipped: dict[str, str] = {}
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in tree.modules.items():
-        names.setdefault(module, []).append(name)
-    for module, paths in names.items():
-        wanted = isinstance(module, tuple(LAYERS)) and not isinstance(module, FP8Layer)
-        if (
-            not wanted
-            or not selected(paths, include, exclude)
-            or (isinstance(module, nn.Embedding) and include is None)
-        ):
+@dataclass(frozen=True, eq=False)
+class QuantizationPlan:
+    """What `quantize` would do. Names are paths of modules, or of parameters that are no module's `weight`.
+
+    schemes: name → scheme. slots: where its weight is. notes: name → why its input is not quantized although the scheme
+    asked for says so. skipped: name → why a weight that might be expected here stays float. calibrated: of layers,
+    the scheme if they should be called after all.
+    """
+
+    evidence: str
+    tree: ModuleTree = field(repr=False)
+    schemes: dict[str, QuantizationScheme] = field(default_factory=dict)
+    slots: dict[str, Slot] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    calibrated: dict[str, QuantizationScheme] = field(default_factory=dict)
+
+
+def plan_quantization(
+    model: nn.Module,
+    scheme: str | Mapping[str, Any] | QuantizationScheme = "FP8_STATIC",
+    *,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+) -> QuantizationPlan:
+    """All that `quantize` decides before it looks at values; touches nothing and works on meta models."""
+    chosen = QuantizationScheme.of(scheme)
+    tree = ModuleTree(model)
+    plan = QuantizationPlan(str(chosen), tree)
+    wanted, unwanted = patterns(include), patterns(exclude)
+    for name in tree.lazy:
+        path, leaf = _split(name)
+        if leaf == "weight" and selected([path], wanted, unwanted):
+            plan.skipped[path] = replacement(tree.modules[path])[1]
+    readers = {} if chosen.weight_only else weight_readers(tree)
+    for slot in tree.unique_slots():
+        paths = [layer_path(*_split(name)) for name in slot.names]
+        kind = _kind(slot, paths)
+        if not kind or slot.fp8 is not None or not selected(paths, wanted, unwanted):
             continue
-        layer_type, reason = replacement(module)
-        if layer_type is not None:
-            rank = module.get_parameter("weight").dim()
-            if len(scheme.for_rank(rank).tile) != rank:
-                layer_type, reason = None, f"tile {list(scheme.tile)} is for weights of another rank"
-        if layer_type is None:
-            skipped[paths[0]] = reason
+        if isinstance(slot.owner, nn.Embedding) and include is None:
+            continue
+        name, layer_scheme, why = paths[0], chosen, _refusal(slot, kind, chosen)
+        if why:
+            plan.skipped[name] = why
+            continue
+        if kind == "layer":
+            layer_scheme = plan.calibrated[name] = _scheme_for(slot, chosen)
+            note = readers.get(slot.owner, "")
         else:
-            layers[paths[0]] = module
-    return layers, skipped
+            layer_scheme = _stacked(chosen) if kind == "experts" else chosen
+            note = "" if chosen.weight_only else f"{kind}: decoded when used, the input is not quantized"
+        plan.schemes[name] = layer_scheme.weight_only_twin() if note else layer_scheme
+        plan.slots[name] = slot
+        if note:
+            plan.notes[name] = note
+    return plan
 
 
-def _scheme_for(module: nn.Module, scheme: QuantizationScheme) -> QuantizationScheme:
-    weight = module.get_parameter("weight")
-    if isinstance(module, nn.Embedding):
+def _split(name: str) -> tuple[str, str]:
+    module, _, leaf = name.rpartition(".")
+    return module, leaf
+
+
+def _kind(slot: Slot, paths: list[str]) -> str:
+    """What a tensor is here: "layer" (a weight that a layer multiplies with), "experts", "in_proj_weight"; or ""."""
+    owner, tensor = slot.owner, slot.tensor
+    if slot.is_buffer or not tensor.is_floating_point() or tensor.dim() < 2:
+        return ""
+    if slot.leaf == "weight" and (
+        isinstance(owner, tuple(LAYERS)) or is_hf_conv1d(owner) or isinstance(owner, _OTHERS)
+    ):
+        return "layer"
+    if slot.leaf.endswith("proj_weight") and isinstance(owner, nn.MultiheadAttention):
+        return slot.leaf
+    if tensor.dim() == 3 and "expert" in f"{paths[0]} {type(owner).__name__}".lower():
+        return "experts"
+    return ""
+
+
+def _refusal(slot: Slot, kind: str, scheme: QuantizationScheme) -> str:
+    """Why it must stay float; "" if it need not."""
+    if kind == "layer":
+        layer_type, reason = replacement(slot.owner)
+        if layer_type is None:
+            return reason
+    rank = slot.tensor.dim()
+    if kind != "experts" and len(scheme.for_rank(rank).tile) != rank:
+        return f"tile {list(scheme.tile)} is for weights of another rank"
+    return ""
+
+
+def _stacked(scheme: QuantizationScheme) -> QuantizationScheme:
+    """The scheme of one expert's matrix for a stack of them."""
+    return replace(scheme, tile=(1, *scheme.for_rank(2).tile))
+
+
+def _scheme_for(slot: Slot, scheme: QuantizationScheme) -> QuantizationScheme:
+    if isinstance(slot.owner, nn.Embedding):
         scheme = scheme.weight_only_twin()
-    elif weight.dim() > 2 and scheme.act_dynamic:
+    elif slot.tensor.dim() > 2 and scheme.act_dynamic:
         scheme = QuantizationScheme.from_dict(dict(scheme) | {"act_tile": (-1, -1)})
-    return scheme.for_rank(weight.dim())
+    return scheme.for_rank(slot.tensor.dim())
 
 
-def _input_scale(name: str, amax: float, scheme: QuantizationScheme, module: nn.Module) -> torch.Tensor:
+def _input_scale(name: str, amax: float, scheme: QuantizationScheme, weight: Tensor) -> Tensor:
     assert scheme.act_dtype is not None
     scale = amax / FORMATS[scheme.act_dtype].max
     if scale < torch.finfo(torch.float32).tiny:
         logger.warning("%s: its input was zero throughout calibration; its scale is set to 1.0", name)
         scale = 1.0
-    return torch.tensor([scale], dtype=torch.float32, device=module.get_parameter("weight").device)
+    return torch.tensor([scale], dtype=torch.float32, device=weight.device)

@@ -91,10 +91,12 @@ def _distinct(group: list[Slot]) -> list[Slot]:
 
 
 def _stored(slot: Slot) -> tuple[Layer, FP8Storage]:
-    if slot.leaf != "weight" or slot.fp8 is None:
-        raise AnyFP8Error(f"{slot.name} can't be saved: manifests describe weights of modules only")
-    storage = slot.fp8 if isinstance(slot.fp8, FP8Layer) else slot.fp8.storages[0]
-    return Layer(slot.name.rpartition(".")[0], storage.scheme, storage.weight_shape), storage
+    assert slot.fp8 is not None
+    storage = slot.fp8 if isinstance(slot.fp8, FP8Layer) else slot.fp8.joined()
+    if storage is None:
+        raise AnyFP8Error(f"{slot.name} can't be saved: its parts are quantized in tiles that don't fit together")
+    module, _, leaf = slot.name.rpartition(".")
+    return Layer(module, storage.scheme, storage.weight_shape, param=leaf), storage
 
 
 def _unshared(value: Tensor, written: set[tuple[int, int]]) -> Tensor:

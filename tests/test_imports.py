@@ -30,7 +30,7 @@ LEVELS = {
         *("dialects.config dialects.packed dialects.comfy_layers dialects.transformers_rules",),
         *("dialects.transformers_weights dialects.comfy", "dialects.*", "dialects"),
     ],
-    5: ["selection buffers", "naming", "plan", "planner"],
+    5: ["selection buffers reads", "naming", "plan", "planner"],
     6: [
         *("report", "calibrate", "apply", "folder", "writers.base", "writers.*", "writers"),
         *("load loaded save quantize", "convert"),

@@ -1,5 +1,6 @@
 """`quantize`: a float model becomes FP8, with input scales from calibration; or it says why not, and is as it was."""
 
+import copy
 import logging
 
 import pytest
@@ -10,7 +11,8 @@ import anyfp8
 from anyfp8 import FP8Conv2d, FP8Embedding, FP8Linear
 from anyfp8.scheme import PRESETS, QuantizationScheme
 from tests.checkpoints import Doubling, Nested, Shared, Snapshot, Tied, X, encode, mlp, on_meta, seeded
-from tests.helpers import assert_close, assert_same_bytes, randn, sqnr
+from tests.helpers import assert_close, assert_same_bytes, max_relative_error, randn, sqnr
+from tests.sweeps.cycle import oracle
 
 
 def run(model, *inputs):
@@ -365,12 +367,6 @@ FAILURES = {
     "everything excluded": (mlp, "FP8_DYNAMIC", {"exclude": "*"}, "no layer to quantize"),
     "no layers": (lambda: nn.Sequential(nn.GELU()), "FP8_DYNAMIC", {}, "no layer to quantize"),
     "already fp8": (lambda: anyfp8.quantize(mlp(), "FP8_DYNAMIC"), "FP8_DYNAMIC", {}, "no layer to quantize"),
-    "attention": (
-        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(),
-        "FP8_STATIC",
-        {"calibration": [X[None]]},
-        r"never called self_attn\.out_proj .*reads the weight",
-    ),
 }
 
 
@@ -404,6 +400,86 @@ def test_meta_models_are_refused():
     with pytest.raises(anyfp8.CalibrationError, match=r"\{0,2\} are on the meta device"):
         anyfp8.quantize(model, "FP8_DYNAMIC")
     before.assert_unchanged()
+
+
+# --- weights that no call of a layer uses ---
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["FP8_STATIC", "FP8_DYNAMIC", "FP8_BLOCK", "FP8_WEIGHT_ONLY"])
+def test_attention_reads_its_weights_and_the_report_says_so(scheme, tmp_path):
+    make = lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()  # noqa: E731
+    x, float_model = X[None], seeded(make)
+    model = anyfp8.quantize(copy.deepcopy(float_model), scheme, calibration=[x])
+    found = anyfp8.report(model).layers
+    assert sorted(found) == ["linear1", "linear2", "self_attn.in_proj_weight", "self_attn.out_proj"]
+    weight_only = {name for name, layer in found.items() if layer.scheme.weight_only}
+    if scheme == "FP8_WEIGHT_ONLY":
+        assert weight_only == set(found)
+        assert not any(layer.note for layer in found.values())
+    else:
+        assert weight_only == {"self_attn.in_proj_weight", "self_attn.out_proj"}
+        assert found["self_attn.out_proj"].note == "MultiheadAttention reads its weight and never calls it"
+        assert "decoded when used" in found["self_attn.in_proj_weight"].note
+    if scheme == "FP8_STATIC":
+        assert_close(model(x), oracle(float_model, model)(x), 1e-5)
+    assert max_relative_error(model(x), float_model(x)) > 1e-3
+    anyfp8.save(model, tmp_path / "q")
+    loaded = anyfp8.load(on_meta(make), tmp_path / "q")
+    assert_same_bytes(loaded(x), model(x))
+
+
+class Stack(nn.Module):
+    """Experts in one parameter, as transformers has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Module()
+        self.experts.up_proj = nn.Parameter(randn(3, 16, 8))
+        self.experts.down_proj = nn.Parameter(randn(3, 8, 16, seed=1))
+        self.table = nn.Parameter(randn(3, 4, 8))
+
+    def forward(self, x):
+        for up, down in zip(self.experts.up_proj, self.experts.down_proj, strict=True):
+            x = x + torch.tanh(x @ up.T) @ down.T
+        return x + self.table.sum((0, 1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("scheme", "tile"),
+    [("FP8_STATIC", (1, 1, -1)), ("FP8", (1, -1, -1)), ("FP8_BLOCK", (1, 128, 128)), ("FP8_WEIGHT_ONLY", (1, 1, -1))],
+)
+def test_stacked_experts_stay_fp8_and_come_back(scheme, tile, tmp_path):
+    original = Stack()
+    model = anyfp8.quantize(Stack(), scheme, calibration=[X])
+    found = anyfp8.report(model).layers
+    assert list(found) == ["experts.up_proj", "experts.down_proj"]
+    assert {layer.scheme.tile for layer in found.values()} == {tile}
+    assert all(layer.scheme.weight_only for layer in found.values())
+    for name in ("up_proj", "down_proj"):
+        got, want = getattr(model.experts, name), getattr(original.experts, name)
+        assert 20 < sqnr(got, want) < 45
+        if tile == (1, -1, -1):
+            for one, float_one in zip(got, want, strict=True):  # every expert has a scale of its own
+                scale = float_one.abs().max() / 448
+                assert_close(one, (float_one / scale).to(torch.float8_e4m3fn).float() * scale)
+    anyfp8.save(model, tmp_path / "q")
+    with pytest.raises(anyfp8.AnyFP8Error, match=r"up_proj.*no module's `weight`"):
+        anyfp8.save(model, tmp_path / "ct", format="compressed-tensors")
+    loaded = anyfp8.load(on_meta(Stack), tmp_path / "q")
+    assert_same_bytes(loaded(X), model(X))
+    assert not [p for p in loaded.parameters() if p.numel() >= 3 * 8 * 16]
+
+
+def test_experts_can_be_left_out():
+    model = anyfp8.quantize(nn.Sequential(Stack(), nn.Linear(8, 8)), "FP8_DYNAMIC", exclude="*experts*")
+    assert list(anyfp8.report(model).layers) == ["1"]
+
+
+def test_layers_without_an_fp8_version_are_named():
+    model = nn.ModuleDict({"up": nn.ConvTranspose2d(4, 4, 2), "two": nn.Bilinear(4, 4, 4), "fc": nn.Linear(4, 4)})
+    skipped = anyfp8.report(anyfp8.quantize(model, "FP8_DYNAMIC")).skipped
+    assert list(skipped) == ["up", "two"]
+    assert skipped["up"] == "ConvTranspose2d is no layer type that has an FP8 version"
 
 
 def test_lazy_layers_are_refused():

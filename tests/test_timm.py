@@ -51,9 +51,8 @@ def inputs(name, n=2):
 
 
 def quantized(name, folder, scheme="FP8_STATIC"):
-    """The quantized model after it was saved to `folder`. What Swin V2 and EVA only read the weight of stays float."""
-    exclude = "*.qkv" if name.startswith(("swinv2", "eva")) else None
-    model = anyfp8.quantize(float_model(name), scheme, calibration=inputs(name, 4), exclude=exclude)
+    """The quantized model after it was saved to `folder`."""
+    model = anyfp8.quantize(float_model(name), scheme, calibration=inputs(name, 4))
     anyfp8.save(model, folder)
     return model
 
@@ -79,9 +78,14 @@ def test_a_saved_model_is_the_same_bit_for_bit_from_its_file_and_name(name, sche
     assert_same_bytes(got, want)
 
 
-def test_a_weight_that_is_read_past_its_layer_cannot_be_calibrated():
-    with pytest.raises(anyfp8.CalibrationError, match=r"never called blocks\.\{0,1\}\.attn\.qkv .*exclude="):
-        anyfp8.quantize(float_model("eva02_tiny_patch14_224"), calibration=inputs("eva02_tiny_patch14_224"))
+@pytest.mark.parametrize("scheme", ["FP8_STATIC", "FP8_DYNAMIC"])
+def test_a_weight_that_is_read_past_its_layer_is_weight_only_and_the_report_says_why(scheme, tmp_path):
+    name = "eva02_tiny_patch14_224"
+    model = quantized(name, tmp_path / "fp8", scheme)
+    found = {path: layer for path, layer in anyfp8.report(model).layers.items() if path.endswith("qkv")}
+    assert len(found) == 2
+    assert all(layer.scheme.weight_only for layer in found.values())
+    assert {layer.note for layer in found.values()} == {"EvaAttention reads its weight and never calls it"}
 
 
 def test_importing_the_integration_imports_no_timm():

@@ -5,6 +5,8 @@
                                         "act_dtype": "float8_e4m3fn", "act_dynamic": false, "act_tile": [-1, -1]}}}
 
 Tensors: `<module>.weight` (codes), `<module>.weight_scale`, `<module>.input_scale` (static only), the rest as it is.
+A parameter of another name (`attn.in_proj_weight`, `mlp.experts.gate_up_proj`) is listed by its own path and stored
+with `<path>_scale`; its input is not quantized.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 from anyfp8.checkpoint import Checkpoint
 from anyfp8.claims import ManifestBuilder
 from anyfp8.errors import DialectError, SchemeError
+from anyfp8.folding import join
 from anyfp8.manifest import Manifest
 from anyfp8.numerics import dtype_name
 from anyfp8.scheme import QuantizationScheme
@@ -38,13 +41,18 @@ def read(checkpoint: Checkpoint, evidence: str) -> Manifest:
         except SchemeError as error:
             builder.refuse(module, "contradiction", str(error))
             continue
-        weight = stored.get(module)
+        owner, param = _place(checkpoint, module)
+        weight = builder.find(owner, param)
         if weight is not None and set(scheme.tile) != {-1} and len(scheme.tile) != len(weight.shape):
             detail = f"tile {list(scheme.tile)} for a weight of shape {list(weight.shape)}"
             builder.refuse(module, "contradiction", detail)
             continue
-        builder.layer(module, scheme, why_static=f"{FILE} says that the input is static")
-        scale = builder.find(module, "weight_scale")
+        if param != "weight" and not scheme.symmetric:
+            detail = "a parameter that is no module's weight can't have zero points: they would have no name"
+            builder.refuse(module, "contradiction", detail)
+            continue
+        builder.layer(owner, scheme, why_static=f"{FILE} says that the input is static", param=param)
+        scale = builder.find(owner, f"{param}_scale")
         if scale is not None and dtype_name(scale.torch_dtype) != scheme.scale_dtype:
             detail = f"is {dtype_name(scale.torch_dtype)}, {FILE} says {scheme.scale_dtype}"
             builder.problem("contradiction", scale, detail)
@@ -56,6 +64,14 @@ def read(checkpoint: Checkpoint, evidence: str) -> Manifest:
                 module, "contradiction", f"{ref} is {ref.dtype}, but {FILE} has no layer_config entry for it"
             )
     return builder.build()
+
+
+def _place(checkpoint: Checkpoint, path: str) -> tuple[str, str]:
+    """Module and parameter of an entry: `<path>.weight`, unless the path itself is a tensor's of another name."""
+    owner, _, param = path.rpartition(".")
+    if path in checkpoint.tensors and join(path, "weight") not in checkpoint.tensors and param != "weight":
+        return owner, param
+    return path, "weight"
 
 
 def _check(config: Any, where: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from anyfp8.layers.conv import FP8Conv1d, FP8Conv2d, FP8Conv3d
 from anyfp8.layers.embedding import FP8Embedding
 from anyfp8.layers.linear import FP8Linear
 from anyfp8.layers.mixin import FP8Layer
-from anyfp8.layers.parametrized import DecodedParameter, Part, parametrize_codes, unparametrize
+from anyfp8.layers.parametrized import DecodedParameter, Part, parametrize_codes, quantized_part, unparametrize
 
 __all__ = [
     "LAYERS",
@@ -26,6 +26,7 @@ __all__ = [
     "Part",
     "is_hf_conv1d",
     "parametrize_codes",
+    "quantized_part",
     "register_layer",
     "replacement",
     "unparametrize",

@@ -7,10 +7,11 @@ from typing import cast
 from torch import Tensor, nn
 
 from anyfp8.backends.base import Layer, round_output
-from anyfp8.layers.mixin import FP8Layer
+from anyfp8.layers.mixin import FP8Layer, leaf_in_fx
 
 
 class _FP8Conv(FP8Layer):
+    @leaf_in_fx
     def forward(self, input: Tensor) -> Tensor:
         """[N, in, ...] or [in, ...] → [N, out, ...] or [out, ...], in the input's dtype or autocast's."""
         return round_output(self, self.backend.conv(cast(Layer, self), input))

@@ -7,13 +7,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anyfp8.backends.base import round_output
-from anyfp8.layers.mixin import FP8Layer
+from anyfp8.layers.mixin import FP8Layer, leaf_in_fx
 from anyfp8.numerics import decode, expand_scale
 
 
 class FP8Embedding(FP8Layer, nn.Embedding):
     """An `nn.Embedding` with an FP8 table: only the rows that are looked up are decoded."""
 
+    @leaf_in_fx
     def forward(self, input: Tensor) -> Tensor:
         """Indices of any shape → [..., embedding_dim], in the compute dtype."""
         # F.embedding refuses negative indices and masks, which indexing would accept

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from anyfp8.backends.base import round_output
-from anyfp8.layers.mixin import FP8Layer
+from anyfp8.layers.mixin import FP8Layer, leaf_in_fx
 
 
 class FP8HFConv1D(FP8Layer, Conv1D):  # type: ignore[misc]
@@ -14,6 +14,7 @@ class FP8HFConv1D(FP8Layer, Conv1D):  # type: ignore[misc]
 
     transposed = True
 
+    @leaf_in_fx
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] → [..., out], in the input's dtype or autocast's."""
         return round_output(self, self.backend.linear(self, x))

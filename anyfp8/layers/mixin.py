@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from anyfp8.backends import Backend, DeviceInfo, select
 from anyfp8.errors import BackendError
@@ -19,6 +21,21 @@ L = TypeVar("L", bound="FP8Layer")
 
 #: what of a module's __dict__ is its own and not taken over by its twin (torch's compiled call is bound to the old one)
 _OWN = ("_parameters", "_buffers", "_modules", "scheme", "compute_dtype", "backend", "refusals", "_compiled_call_impl")
+
+
+def leaf_in_fx(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let torch.fx trace an FP8 layer's forward as one `call_module`, as it does with torch's own layers."""
+
+    @wraps(forward)
+    def traced(self: FP8Layer, *args: Any, **kwargs: Any) -> Tensor:
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        if isinstance(x, Proxy):
+            tracer: Any = x.tracer
+            node: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
+            return node
+        return forward(self, *args, **kwargs)
+
+    return traced
 
 
 class FP8Layer(FP8Storage):

@@ -8,6 +8,7 @@ says so.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from anyfp8.layers.readonly import read_only
-from anyfp8.layers.storage import FP8Storage
+from anyfp8.layers.storage import STORED, FP8Storage
+from anyfp8.numerics import quantize_tiled
 from anyfp8.scheme import QuantizationScheme
 
 #: one part of a parameter: its scheme and values (`FP8Storage`'s buffers by name)
@@ -50,6 +52,24 @@ class DecodedParameter(nn.Module):
         parts = [part.decoded(dtype) for part in self.storages]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
+    def joined(self) -> CodesPart | None:
+        """All parts as one, with the same bytes; None where their tiles don't fit together."""
+        first, *others = self.storages
+        rows = first.weight_shape[self.dim]
+        tile = first.scheme.tile[self.dim]
+        tile = rows if tile == -1 else tile
+        if not others:
+            return first
+        if rows % tile or any(part.scheme != first.scheme or part.weight_shape[self.dim] != rows for part in others):
+            return None
+        tiles = tuple(tile if axis == self.dim else n for axis, n in enumerate(first.scheme.tile))
+        values = {
+            name: torch.cat([cast(Tensor, part._buffers[name]) for part in self.storages], self.dim)
+            for name in STORED
+            if first._buffers[name] is not None
+        }
+        return CodesPart(replace(first.scheme, tile=tiles), values, first.compute_dtype)
+
     @property
     def storages(self) -> list[CodesPart]:
         """The parts, typed."""
@@ -76,6 +96,12 @@ class DecodedParameter(nn.Module):
         shapes = [part.weight_shape for part in self.storages]
         joined = sum(shape[self.dim] for shape in shapes)
         return tuple(joined if axis == self.dim else n for axis, n in enumerate(shapes[0]))
+
+
+def quantized_part(weight: Tensor, scheme: QuantizationScheme) -> Part:
+    """Quantize a float parameter with one scale per tile; ValueError for values that aren't finite."""
+    codes, scale = quantize_tiled(weight, scheme.weight_dtype, scheme.tile)
+    return scheme, {"weight_codes": codes.view(torch.uint8), "weight_scale": scale}
 
 
 def parametrize_codes(module: nn.Module, name: str, parts: Sequence[Part], dtype: torch.dtype, dim: int = 0) -> None:

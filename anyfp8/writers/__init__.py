@@ -31,8 +31,14 @@ def get(format: str) -> Writer:
 
 def check(writer: Writer, format: str, layers: Sequence[Layer]) -> None:
     """Raise, naming every layer with its reason, if the format can't say these layers; nothing is written then."""
-    refusals = {layer.name: why for layer in layers if (why := writer.refuse(layer))}
+    refusals = {layer.path: why for layer in layers if (why := _no_weight(format, layer) or writer.refuse(layer))}
     if refusals:
         raise AnyFP8Error(with_reasons(f"format {format!r} can't say {len(refusals)} of the layers:", refusals))
     if why := writer.refuse_all(layers):
         raise AnyFP8Error(f"format {format!r} can't say this: {why}")
+
+
+def _no_weight(format: str, layer: Layer) -> str | None:
+    if layer.param == "weight" or format == "anyfp8":
+        return None
+    return "it is no module's `weight`, and only format 'anyfp8' describes other parameters"

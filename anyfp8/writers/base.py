@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from anyfp8.folding import join
+from anyfp8.folding import join, layer_path
 from anyfp8.scheme import QuantizationScheme
 
 #: pattern for the weight files of every format; `{suffix}` becomes "" or "-00001-of-00003"
@@ -19,13 +19,19 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Layer:
-    """A quantized layer to be written: module path, scheme, shape of its weight, and whether NVFP4's two levels of
-    scales are known apart (they are in a file, not in a loaded model)."""
+    """A quantized layer to be written: module path, scheme, shape of its weight, whether NVFP4's two levels of scales
+    are known apart (they are in a file, not in a loaded model), and which of the module's parameters it is."""
 
     name: str
     scheme: QuantizationScheme
     shape: tuple[int, ...]
     two_level: bool = False
+    param: str = "weight"
+
+    @property
+    def path(self) -> str:
+        """Its name in a manifest."""
+        return layer_path(self.name, self.param)
 
 
 class Writer(Protocol):
