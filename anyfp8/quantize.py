@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anyfp8.calibrate import Calibration, observe
 from anyfp8.errors import CalibrationError
-from anyfp8.folding import fold, layer_path
+from anyfp8.folding import fold, join, layer_path
 from anyfp8.layers import LAYERS, Part, is_hf_conv1d, parametrize_codes, quantized_part, replacement
 from anyfp8.numerics import FORMATS
 from anyfp8.reads import weight_readers
@@ -24,7 +24,7 @@ from anyfp8.selection import patterns, selected
 logger = logging.getLogger(__name__)
 
 #: types that multiply with their weight and have no FP8 layer
-_OTHERS = (nn.modules.conv._ConvNd, nn.Bilinear, nn.EmbeddingBag)
+_OTHERS = (nn.modules.conv._ConvNd, nn.Bilinear, nn.EmbeddingBag, nn.RNNBase)
 
 
 def quantize(
@@ -123,10 +123,11 @@ def plan_quantization(
     tree = ModuleTree(model)
     plan = QuantizationPlan(str(chosen), tree)
     wanted, unwanted = patterns(include), patterns(exclude)
-    for name in tree.lazy:
-        path, leaf = _split(name)
-        if leaf == "weight" and selected([path], wanted, unwanted):
-            plan.skipped[path] = replacement(tree.modules[path])[1]
+    for path, module in tree.modules.items():  # those whose weight is no parameter of theirs (yet)
+        if isinstance(module, (*LAYERS, *_OTHERS)) and join(path, "weight") not in tree.slots:
+            computed = "its weight is computed, by weight norm or another parametrization"
+            if selected([path], wanted, unwanted):
+                plan.skipped[path] = replacement(module)[1] or computed
     readers = {} if chosen.weight_only else weight_readers(tree)
     for slot in tree.unique_slots():
         paths = [layer_path(*_split(name)) for name in slot.names]

@@ -24,7 +24,7 @@ LEVELS = {
         *("sources", "manifest", "claims"),
     ],
     4: [
-        *("layers.readonly", "layers.storage", "layers.mixin layers.parametrized"),
+        *("layers.readonly", "layers.storage layers.stacked", "layers.mixin layers.parametrized"),
         *("layers.conv layers.embedding layers.hf_conv1d layers.linear", "layers", "replace", "experts"),
         # what several dialects share, and the dialects that others build on; then any dialect
         *("dialects.config dialects.packed dialects.comfy_layers dialects.transformers_rules",),

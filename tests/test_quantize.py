@@ -476,10 +476,16 @@ def test_experts_can_be_left_out():
 
 
 def test_layers_without_an_fp8_version_are_named():
-    model = nn.ModuleDict({"up": nn.ConvTranspose2d(4, 4, 2), "two": nn.Bilinear(4, 4, 4), "fc": nn.Linear(4, 4)})
+    layers = {"up": nn.ConvTranspose2d(4, 4, 2), "two": nn.Bilinear(4, 4, 4), "rnn": nn.LSTM(4, 4)}
+    layers["normed"] = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 4, 3))
+    layers["spectral"] = nn.utils.spectral_norm(nn.Linear(4, 4))
+    model = nn.ModuleDict(layers | {"fc": nn.Linear(4, 4)})
     skipped = anyfp8.report(anyfp8.quantize(model, "FP8_DYNAMIC")).skipped
-    assert list(skipped) == ["up", "two"]
+    assert set(skipped) == set(layers)
     assert skipped["up"] == "ConvTranspose2d is no layer type that has an FP8 version"
+    assert skipped["rnn"] == "LSTM is no layer type that has an FP8 version"
+    assert skipped["normed"].startswith("ParametrizedConv1d is a subclass of Conv1d")
+    assert skipped["spectral"] == "its weight is computed, by weight norm or another parametrization"
 
 
 def test_lazy_layers_are_refused():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from anyfp8.layers.readonly import read_only
+from anyfp8.layers.stacked import StackedWeight
 from anyfp8.layers.storage import STORED, FP8Storage
 from anyfp8.numerics import quantize_tiled
 from anyfp8.scheme import QuantizationScheme
@@ -44,13 +45,16 @@ class DecodedParameter(nn.Module):
         self.dim = dim
 
     def forward(self, original: Tensor) -> Tensor:
-        """The decoded weight in the dtype of `original`."""
+        """The decoded weight in the dtype of `original`; of a stack, one that is decoded as its experts are used."""
+        stacked = len(self.weight_shape) == 3 and all(part.scheme.tile[0] == 1 for part in self.storages)
+        if stacked and not torch.compiler.is_compiling():
+            return StackedWeight(self, original.dtype)
         return read_only(self.decoded(original.dtype))
 
-    def decoded(self, dtype: torch.dtype) -> Tensor:
-        """The weight as real values."""
-        parts = [part.decoded(dtype) for part in self.storages]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+    def decoded(self, dtype: torch.dtype, index: int | None = None) -> Tensor:
+        """The weight as real values, or those of one slice of the first axis."""
+        parts = [part.decoded(dtype, index) for part in self.storages]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim - (index is not None))
 
     def joined(self) -> CodesPart | None:
         """All parts as one, with the same bytes; None where their tiles don't fit together."""

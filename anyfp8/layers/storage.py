@@ -43,11 +43,17 @@ class FP8Storage(nn.Module):
         """Shape of the codes' values, [out, in, ...]."""
         return logical_shape(self.weight_codes.shape, self.scheme.weight_dtype)
 
-    def decoded(self, dtype: torch.dtype) -> Tensor:
-        """The weight as real values [out, in, ...]: code × scale in float32, rounded once to `dtype`."""
-        scheme = self.scheme
-        codes, scale, zero_point = self.weight_codes, self.weight_scale, self.weight_zero_point
-        return dequantize(codes, scale, scheme.weight_dtype, scheme.tile, dtype, zero_point)
+    def decoded(self, dtype: torch.dtype, index: int | None = None) -> Tensor:
+        """The weight as real values [out, in, ...]: code × scale in float32, rounded once to `dtype`.
+
+        index: only this slice of the first axis, where tiles don't reach over several.
+        """
+        tile, codes, scale, zero_point = self.scheme.tile, self.weight_codes, self.weight_scale, self.weight_zero_point
+        if index is not None:
+            assert tile[0] == 1, "a tile that reaches over several slices"
+            tile, codes, scale = tile[1:], codes[index], scale[index]
+            zero_point = None if zero_point is None else zero_point[index]
+        return dequantize(codes, scale, self.scheme.weight_dtype, tile, dtype, zero_point)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         buffers = {name: self._buffers.pop(name) for name in STORED}
