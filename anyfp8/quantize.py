@@ -14,6 +14,7 @@ from anyfp8.calibrate import Calibration, observe
 from anyfp8.errors import CalibrationError
 from anyfp8.folding import fold, join, layer_path
 from anyfp8.layers import LAYERS, Part, is_hf_conv1d, parametrize_codes, quantized_part, replacement
+from anyfp8.manifest import group_by_reason
 from anyfp8.numerics import FORMATS
 from anyfp8.reads import weight_readers
 from anyfp8.replace import ModuleTree, Slot, swap
@@ -58,19 +59,23 @@ def quantize(
     """
     made = plan_quantization(model, scheme, include=include, exclude=exclude)
     if not made.schemes:
-        raise CalibrationError("no layer to quantize: check include and exclude")
+        why = "".join(f"\n  {', '.join(fold(names))}: {why}" for why, names in group_by_reason(made.skipped).items())
+        raise CalibrationError(f"no layer to quantize: check include and exclude{why}")
     if bare := [name for name, slot in made.slots.items() if slot.tensor.is_meta]:
         raise CalibrationError(f"{', '.join(fold(bare))} are on the meta device: there are no weights to quantize")
     schemes, notes = dict(made.schemes), dict(made.notes)
     static = {name: made.slots[name].owner for name, s in made.calibrated.items() if s.static}
     amax: dict[str, float] = {}
     if static:
-        amax = observe(
-            model, static, calibration, percentile=percentile, progress=progress, optional=notes.keys() & static.keys()
+        amax, read = observe(
+            model, static, calibration, percentile=percentile, progress=progress, uncalled=notes.keys()
         )
         for name in notes.keys() & amax.keys():  # it is called after all
             schemes[name] = made.calibrated[name]
             del notes[name]
+        for name in read - notes.keys():
+            schemes[name] = schemes[name].weight_only_twin()
+            notes[name] = "never called in calibration, but its weight was read"
     built: dict[nn.Module, nn.Module] = {}
     parameters: list[tuple[Slot, Part]] = []
     for name, slot in made.slots.items():
@@ -169,8 +174,10 @@ def _kind(slot: Slot, paths: list[str]) -> str:
         return "layer"
     if slot.leaf.endswith("proj_weight") and isinstance(owner, nn.MultiheadAttention):
         return slot.leaf
-    if tensor.dim() == 3 and "expert" in f"{paths[0]} {type(owner).__name__}".lower():
-        return "experts"
+    if "expert" in f"{paths[0]} {type(owner).__name__}".lower():
+        return (
+            "experts" if tensor.dim() == 3 else "flat experts" if tensor.dim() == 2 and "bias" not in slot.leaf else ""
+        )
     return ""
 
 
@@ -180,6 +187,8 @@ def _refusal(slot: Slot, kind: str, scheme: QuantizationScheme) -> str:
         layer_type, reason = replacement(slot.owner)
         if layer_type is None:
             return reason
+    if kind == "flat experts":
+        return "a matrix that is no layer's weight: nothing says whether it is multiplied with"
     rank = slot.tensor.dim()
     if kind != "experts" and len(scheme.for_rank(rank).tile) != rank:
         return f"tile {list(scheme.tile)} is for weights of another rank"

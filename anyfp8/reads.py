@@ -23,8 +23,20 @@ from anyfp8.layers import LAYERS, FP8Layer
 from anyfp8.replace import ModuleTree
 
 #: what code asks a weight for without using its values
-_METADATA = {
-    *("dtype", "device", "shape", "ndim", "is_cuda", "is_meta", "requires_grad", "layout", "__class__", "itemsize"),
+METADATA = {
+    *(
+        "__get__",
+        "dtype",
+        "device",
+        "shape",
+        "ndim",
+        "is_cuda",
+        "is_meta",
+        "requires_grad",
+        "layout",
+        "__class__",
+        "itemsize",
+    ),
     *("size", "dim", "numel", "nelement", "element_size", "is_floating_point", "get_device", "stride"),
 }
 
@@ -105,9 +117,9 @@ def _trace(module: nn.Module) -> tuple[set[str], set[str]]:
 def _consumes(user: fx.Node, weight: fx.Node) -> bool:
     """Does this node use the weight's values, not only its dtype, device or shape?"""
     if user.op == "call_function" and user.target is getattr:
-        return user.args[1] not in _METADATA
+        return user.args[1] not in METADATA
     if user.op == "call_method":
-        return user.target not in _METADATA if user.args[0] is weight else user.target not in ("to", "type_as")
+        return user.target not in METADATA if user.args[0] is weight else user.target not in ("to", "type_as")
     return True
 
 
@@ -167,7 +179,7 @@ def _code(kind: type[nn.Module]) -> _Code:
 
 
 def _asks(user: ast.AST | None) -> bool:
-    return isinstance(user, ast.Attribute) and user.attr in _METADATA
+    return isinstance(user, ast.Attribute) and user.attr in METADATA
 
 
 def _path(node: ast.expr) -> str | None:

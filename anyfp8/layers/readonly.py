@@ -26,6 +26,12 @@ def refuse_write(what: str) -> ReadOnlyWeightError:
     )
 
 
+def asked(func: Any) -> str:
+    """The name of a torch function, or of the tensor's property that is read (`T`, `dtype`)."""
+    name = str(getattr(func, "__name__", ""))
+    return str(getattr(getattr(func, "__self__", None), "__name__", "")) if name == "__get__" else name
+
+
 class DecodedWeight(Tensor):
     """A decoded copy of an FP8 layer's weight. In-place operations on it, or on views of it, raise."""
 

@@ -9,24 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from anyfp8.layers.readonly import read_only
+from anyfp8.layers.readonly import asked, read_only
 
 #: what is answered from shape, dtype and device, without decoding anything
 _QUESTIONS = {
     *("size", "dim", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex", "__len__"),
-    *("element_size", "get_device", "__repr__", "ndimension"),
-}
-_PROPERTIES = {
-    "shape",
-    "dtype",
-    "device",
-    "ndim",
-    "layout",
-    "is_cuda",
-    "is_meta",
-    "requires_grad",
-    "itemsize",
-    "is_leaf",
+    *("element_size", "get_device", "__repr__", "ndimension", "shape", "dtype", "device", "ndim", "layout", "is_cuda"),
+    *("is_meta", "requires_grad", "itemsize", "is_leaf"),
 }
 
 
@@ -69,9 +58,7 @@ class StackedWeight(Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """Answer what needs no values; decode one expert for an index; else decode all and go on with that."""
-        name = getattr(func, "__name__", "")
-        asked = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
-        if asked in (_PROPERTIES if name == "__get__" else _QUESTIONS):
+        if asked(func) in _QUESTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func is Tensor.__getitem__ and isinstance(args[0], StackedWeight) and _is_index(args[1]):

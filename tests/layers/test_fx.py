@@ -118,6 +118,29 @@ def test_where_a_trace_fails_the_source_tells():
     assert readers(Branches()) == {"qkv"}
 
 
+def outside(layer, x):
+    """Reads a weight where neither a trace of values nor the module's own source shows it."""
+    return x @ layer.weight.T if x.sum() > -1e9 else x
+
+
+class Helped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.read, self.called, self.idle = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        return outside(self.read, self.called(x)) * self.idle.weight.shape[0]
+
+
+def test_calibration_tells_what_is_read_from_what_is_not_used():
+    with pytest.raises(anyfp8.CalibrationError, match="calibration never called idle; "):
+        anyfp8.quantize(Helped(), "FP8_STATIC", calibration=[randn(2, 8)])
+    model = anyfp8.quantize(Helped(), "FP8_STATIC", calibration=[randn(2, 8)], exclude="idle")
+    found = anyfp8.report(model).layers
+    assert {name: layer.scheme.weight_only for name, layer in found.items()} == {"read": True, "called": False}
+    assert found["read"].note == "never called in calibration, but its weight was read"
+
+
 def test_the_report_of_a_loaded_model_names_the_reader(tmp_path):
     model = anyfp8.quantize(Reads(), "FP8_STATIC", calibration=[randn(2, 8)])
     found = anyfp8.report(model).layers

@@ -46,12 +46,12 @@ def table(kept: dict[str, dict]) -> str:
     lines = [
         "# Coverage",
         "",
-        "Written by `scripts/test -m sweep`; every number and reason is read off plans and reports (`coverage.json` has",
-        "them as data). Each model is built small, with random weights, quantized to static FP8 with random calibration,",
-        "saved, loaded into a fresh model (on meta, where it can be built there) and run: *exact* means that the output is",
-        "the quantized original's bit for bit. *Oracle* is the SQNR against ordinary layers with decoded weights and",
-        "rounded inputs; *float* against the float model (random weights: no statement about accuracy). *Wrong* counts",
-        "models that load without an error and compute something else.",
+        "Written by `scripts/test -m sweep`. Every number and reason is read off plans and reports; `coverage.json`",
+        "has them as data. Each model is built small, with random weights, quantized to static FP8 with random",
+        "calibration, saved, loaded into a fresh model (on meta, where it can be built there) and run. *Exact*: the",
+        "output is the quantized original's, bit for bit. *Oracle*: SQNR against ordinary layers with decoded weights",
+        "and rounded inputs; *float*: against the float model (random weights: it says nothing about accuracy).",
+        "*Wrong* counts models that load without an error and compute something else.",
         "",
         "| library | names planned right | models | exact | refused | wrong | seconds |",
         "|---|---|---|---|---|---|---|",
@@ -76,7 +76,7 @@ def table(kept: dict[str, dict]) -> str:
         for row in found["rows"]:
             reasons = [f"{n} left float: {why}" for why, n in row.get("left", {}).items()]
             reasons += [f"{n} FP8: {why}" for why, n in row.get("notes", {}).items()]
-            reasons += [row["problem"]] * ("problem" in row)
+            reasons += [row["problem"]] if "problem" in row else []
             into = row.get("into", "")
             cells = [
                 row["family"],

@@ -135,7 +135,10 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def lowest_sqnr(got: list[Tensor], want: list[Tensor]) -> float:
-    """In dB, of the output that fares worst; entries that are infinite in both (masks) are left out."""
+    """In dB, of the output that fares worst; entries that are infinite in both (masks) are left out. NaN if sizes
+    differ, as they may against a float model that decides in another way."""
+    if [a.shape for a in got] != [b.shape for b in want]:
+        return math.nan
     found = []
     for a, b in zip(got, want, strict=True):
         both = a.isfinite() & b.isfinite()
@@ -153,8 +156,8 @@ def oracle(original: nn.Module, quantized: nn.Module) -> nn.Module:
     for name, module in list(model.named_modules()):
         source = sources[name]
         if isinstance(source, FP8Layer):
-            with torch.no_grad():
-                module.weight.copy_(source.weight)
+            # a tensor of its own: the float weight may be tied to a layer that stays float
+            module.weight = nn.Parameter(source.weight.clone().as_subclass(Tensor), requires_grad=False)
             module.register_forward_pre_hook(rounding(source), with_kwargs=True)
         elif "parametrizations" in source._modules:
             with torch.no_grad():
