@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from anyfp8.backends import check_name
-from anyfp8.errors import BackendError
-from anyfp8.layers import FP8Layer, unparametrize
-from anyfp8.replace import ModuleTree, swap
+from anyfp8.errors import AnyFP8Error, BackendError
+from anyfp8.folding import fold
+from anyfp8.layers import FP8Layer, forward_replaced, unparametrize
+from anyfp8.replace import HOOKED, ModuleTree, swap
 
 
 def set_backend(model: nn.Module, name: str) -> None:
@@ -39,6 +40,11 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     the root itself is an FP8 layer is the return value new.
     """
     tree = ModuleTree(model)
+    quantized = [slot for slot in tree.unique_slots() if slot.fp8 is not None]
+    if hooked := [slot.name for slot in quantized if forward_replaced(slot.owner)]:
+        raise AnyFP8Error(f"{', '.join(fold(hooked))}: {HOOKED}")
+    if bare := [slot.name for slot in quantized if slot.tensor.is_meta]:
+        raise AnyFP8Error(f"{', '.join(fold(bare))} are on the meta device: there is nothing to decode")
     twins: dict[nn.Module, nn.Module] = {}
     for group in tree.tied():
         tied: nn.Parameter | None = None  # layers that share their codes share the float weight too

@@ -15,12 +15,12 @@ from anyfp8.checkpoint import TensorRef
 from anyfp8.errors import Problem
 from anyfp8.experts import Expert, find_expert, one_expert, unstacked
 from anyfp8.folding import fold
-from anyfp8.layers import replacement
+from anyfp8.layers import forward_replaced, replacement
 from anyfp8.manifest import LayerSpec, Manifest
 from anyfp8.naming import Need, Rename, find_prefix, renamer
 from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace, Skip, Stack, Step
 from anyfp8.reads import weight_readers
-from anyfp8.replace import ModuleTree, Slot
+from anyfp8.replace import HOOKED, ModuleTree, Slot
 from anyfp8.selection import patterns, selected
 
 
@@ -130,12 +130,10 @@ class _Planner:
                 self.problems.append(Problem("unsupported", slot.name, detail))
                 return
             spec = chosen
+        if self._hooked(slot):
+            return
         if not selected(modules, self.include, self.exclude):
             self.steps.append(Dequantize((slot,), spec, "left out by include/exclude"))
-            return
-        if slot.fp8 is not None and "forward" in slot.owner.__dict__:
-            detail = "its forward was replaced on the instance (a hook of accelerate?): remove that first"
-            self.problems.append(Problem("unsupported", slot.name, detail))
             return
         layer, reason = None, f"{slot.leaf} is no layer's weight"
         if slot.leaf == "weight":
@@ -162,8 +160,15 @@ class _Planner:
                 self._unexpected(name)
         elif slot.shape != ref.shape or not _kinds_agree(ref, slot):
             self._mismatched(ref, slot)
-        elif self._take(slot, ref):
+        elif self._take(slot, ref) and not self._hooked(slot):
             self.steps.append(Assign((slot,), ref))
+
+    def _hooked(self, slot: Slot) -> bool:
+        """A layer that would be swapped although something is bound to the old one: a problem."""
+        if slot.fp8 is None or not forward_replaced(slot.owner):
+            return False
+        self.problems.append(Problem("unsupported", slot.name, HOOKED))
+        return True
 
     def _expert(self, name: str, piece: LayerSpec | TensorRef) -> bool:
         """Note a tensor that is one expert of a stacked parameter; False if it is none."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anyfp8.calibrate import Calibration, observe
 from anyfp8.errors import CalibrationError
 from anyfp8.folding import fold, join, layer_path
-from anyfp8.layers import LAYERS, Part, is_hf_conv1d, parametrize_codes, quantized_part, replacement
+from anyfp8.layers import LAYERS, FP8Layer, Part, is_hf_conv1d, parametrize_codes, quantized_part, replacement
 from anyfp8.manifest import group_by_reason
 from anyfp8.numerics import FORMATS
 from anyfp8.reads import weight_readers
@@ -88,6 +88,7 @@ def quantize(
                 built[slot.owner] = layer_type.from_float(slot.owner, schemes[name], scale)
         except ValueError as error:
             raise CalibrationError(f"{name}: {error}") from None
+    _share(built)
     root = swap(made.tree, built)
     for slot, part in parameters:
         parametrize_codes(slot.owner, slot.leaf, [part], slot.tensor.dtype)
@@ -96,6 +97,16 @@ def quantize(
         root, source="quantize", dialect="none", evidence=made.evidence, skipped=made.skipped, layer_notes=notes
     )
     return root
+
+
+def _share(built: Mapping[nn.Module, nn.Module]) -> None:
+    """Layers whose weight was tied share their codes, as a load of the saved file will have it."""
+    first: dict[tuple[object, ...], FP8Layer] = {}
+    for module, layer in built.items():
+        assert isinstance(layer, FP8Layer)
+        key = (id(module.get_parameter("weight")), layer.scheme.weight_only_twin(), layer.transposed)
+        owner = first.setdefault(key, layer)
+        layer.weight_codes, layer.weight_scale = owner.weight_codes, owner.weight_scale
 
 
 @dataclass(frozen=True, eq=False)

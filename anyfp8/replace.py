@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -21,6 +22,10 @@ _MODULE_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 #: of a module's __dict__, what holds its own tensors and children
 _TENSORS = ("_parameters", "_buffers", "_modules")
 _SEGMENT = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+#: why a layer can't be swapped while something is bound to the old one
+HOOKED = "its forward was replaced on the instance (a hook of accelerate?): remove that first"
 
 
 @dataclass(eq=False)
@@ -197,6 +202,11 @@ def swap(tree: ModuleTree, twins: Mapping[nn.Module, nn.Module]) -> nn.Module:
         for key, value in module.__dict__.items():
             if key not in _TENSORS:
                 module.__dict__[key] = _swapped(value, twins)
+    for new in twins.values():
+        hooks: dict[int, Any] = cast(Any, new._load_state_dict_pre_hooks)
+        for hook in hooks.values():  # bound to the old layer, weakly
+            if getattr(hook, "with_module", False):
+                hook.module = weakref.ref(new)
     for old in twins:
         for name in ("weight", "weight_codes"):
             if name in old._parameters:

@@ -7,11 +7,12 @@ from types import MappingProxyType
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils import parametrize
 
 from anyfp8.layers.conv import FP8Conv1d, FP8Conv2d, FP8Conv3d
 from anyfp8.layers.embedding import FP8Embedding
 from anyfp8.layers.linear import FP8Linear
-from anyfp8.layers.mixin import FP8Layer
+from anyfp8.layers.mixin import FP8Layer, is_own_forward
 from anyfp8.layers.parametrized import DecodedParameter, Part, parametrize_codes, quantized_part, unparametrize
 
 __all__ = [
@@ -56,11 +57,17 @@ def is_hf_conv1d(module: nn.Module) -> bool:
     return (type(module).__module__, type(module).__qualname__) == ("transformers.pytorch_utils", "Conv1D")
 
 
+def forward_replaced(module: nn.Module) -> bool:
+    """Was its forward replaced on the instance? (accelerate leaves the bound method there when its hooks go.)"""
+    forward = module.__dict__.get("forward")
+    return forward is not None and not is_own_forward(module, forward)
+
+
 def replacement(module: nn.Module) -> tuple[type[FP8Layer] | None, str]:
     """The FP8 layer that can stand in for `module`, or None and the reason why none can."""
     if isinstance(module, FP8Layer):  # already FP8: loaded over
         return type(module), ""
-    if "forward" in module.__dict__:
+    if forward_replaced(module):
         return None, "its forward was replaced on the instance"
     if is_hf_conv1d(module) and type(module) not in LAYERS:
         from anyfp8.layers.hf_conv1d import FP8HFConv1D
@@ -69,7 +76,8 @@ def replacement(module: nn.Module) -> tuple[type[FP8Layer] | None, str]:
     if type(module) not in LAYERS:
         base = next((t for t in type(module).__mro__ if t in LAYERS), None)
         if base is not None and type(module) is not base:
-            return None, f"{type(module).__name__} is a subclass of {base.__name__} that may compute something else"
+            name = (type(module).__bases__[0] if parametrize.is_parametrized(module) else type(module)).__name__
+            return None, f"{name} is a subclass of {base.__name__} that may compute something else"
         return None, f"{type(module).__name__} is no layer type that has an FP8 version"
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return None, "an Embedding with max_norm rewrites its table at each call"

@@ -20,7 +20,17 @@ from anyfp8.scheme import QuantizationScheme
 L = TypeVar("L", bound="FP8Layer")
 
 #: what of a module's __dict__ is its own and not taken over by its twin (torch's compiled call is bound to the old one)
-_OWN = ("_parameters", "_buffers", "_modules", "scheme", "compute_dtype", "backend", "refusals", "_compiled_call_impl")
+_OWN = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "scheme",
+    "compute_dtype",
+    "float_type",
+    "backend",
+    "refusals",
+    "_compiled_call_impl",
+)
 
 
 def leaf_in_fx(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -46,11 +56,19 @@ class FP8Layer(FP8Storage):
 
     #: True if the float layer's weight is [in, out]; codes and scales are [out, in] all the same
     transposed: ClassVar[bool] = False
+    #: exactly the type that it replaced
+    float_type: type[nn.Module]
     backend: Backend
     #: backends that were tried before the chosen one, and why they were not taken
     refusals: dict[str, str]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Called as the float layer's constructor, it is that: PEFT makes LoRA convolutions as `type(layer)(...)`."""
+        if not args and not kwargs:
+            return super().__new__(cls)
+        return next(t for t in cls.__mro__ if not issubclass(t, FP8Storage))(*args, **kwargs)
+
+    def __init__(self) -> None:
         raise TypeError(f"{type(self).__name__} is made from a float layer: use .from_float(...) or .from_codes(...)")
 
     @classmethod
@@ -68,9 +86,10 @@ class FP8Layer(FP8Storage):
         `grid_shape(shape, scheme.tile)`), and as the scheme needs them `input_scale` (float32 (1,)),
         `weight_zero_point`, `input_zero_point`, `output_scale`. dtype: what `weight` decodes to; default the module's.
         """
-        self = cls.__new__(cls)
+        self = cast(L, cls.__new__(cls))
         nn.Module.__init__(self)
         _take_over(self, module)
+        self.float_type = module.float_type if isinstance(module, FP8Layer) else type(module)
         if dtype is None:  # an FP8 layer may itself be loaded over
             dtype = module.compute_dtype if isinstance(module, FP8Layer) else module.get_parameter("weight").dtype
         self._store(scheme, values, dtype)
@@ -92,8 +111,7 @@ class FP8Layer(FP8Storage):
 
     def to_float(self, weight: Tensor) -> nn.Module:
         """The ordinary layer that this one replaced, with this float weight; shares bias and hooks."""
-        plain_type = next(t for t in type(self).__mro__ if not issubclass(t, FP8Storage))
-        plain = cast(nn.Module, plain_type.__new__(plain_type))
+        plain = self.float_type.__new__(self.float_type)
         nn.Module.__init__(plain)
         plain.register_parameter("weight", weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight))
         _take_over(plain, self)
@@ -140,9 +158,16 @@ class FP8Layer(FP8Storage):
         return f"{super().extra_repr()}, {self.scheme}, backend={self.backend.name}"
 
 
+def is_own_forward(module: nn.Module, forward: Any) -> bool:
+    """Is it the bound method `type(module).forward` of this very module?"""
+    return getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
+
+
 def _take_over(twin: nn.Module, module: nn.Module) -> None:
     """Everything of `module` but its weight: attributes, hooks, bias, and what else was registered on it."""
     twin.__dict__.update({k: v for k, v in module.__dict__.items() if k not in _OWN})
+    if is_own_forward(module, twin.__dict__.get("forward")):  # it would run the old module
+        del twin.__dict__["forward"]
     twin._parameters.update({k: v for k, v in module._parameters.items() if k not in ("weight", *STORED)})
     twin._buffers.update({k: v for k, v in module._buffers.items() if k not in ("weight", *STORED)})
     twin._modules.update(module._modules)

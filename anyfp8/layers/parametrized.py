@@ -32,6 +32,10 @@ class CodesPart(FP8Storage):
         nn.Module.__init__(self)
         self._store(scheme, values, dtype)
 
+    def forward(self, dtype: torch.dtype, index: int | None = None) -> Tensor:
+        """`decoded`, as a call, which hooks (accelerate's offloading) can see."""
+        return self.decoded(dtype, index)
+
 
 class DecodedParameter(nn.Module):
     """The parametrization: parts that are decoded and joined along `dim`.
@@ -53,7 +57,7 @@ class DecodedParameter(nn.Module):
 
     def decoded(self, dtype: torch.dtype, index: int | None = None) -> Tensor:
         """The weight as real values, or those of one slice of the first axis."""
-        parts = [part.decoded(dtype, index) for part in self.storages]
+        parts = [part(dtype, index) for part in self.storages]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim - (index is not None))
 
     def joined(self) -> CodesPart | None:

@@ -68,7 +68,11 @@ class FP8Storage(nn.Module):
                     raw = buffer if buffer.dtype == torch.uint8 else buffer.contiguous().view(-1).view(torch.uint8)
                     moved = fn(raw)
                     moved = moved if moved.dtype == torch.uint8 else raw.to(moved.device)
-                    buffer = moved if raw is buffer else moved.view(buffer.dtype).view(buffer.shape)
+                    moved = moved if raw is buffer else moved.view(buffer.dtype).view(buffer.shape)
+                    if torch._has_compatible_shallow_copy_type(buffer, moved):
+                        buffer.data = moved  # as for parameters: layers that are tied hold the same tensor
+                    else:
+                        buffer = moved
                 self._buffers[name] = buffer
         probe = torch.empty(0, dtype=self.compute_dtype, device=self.weight_codes.device)
         self.compute_dtype = fn(probe).dtype

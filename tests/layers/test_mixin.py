@@ -25,11 +25,18 @@ STATIC = QuantizationScheme(act_dtype=E4M3)
 
 # --- making one ---
 @pytest.mark.parametrize("fp8_type", FP8_TYPES.values())
-@pytest.mark.parametrize("args", [(), (4, 4), (4, 4, 3)])
-def test_constructors_refuse(fp8_type, args):
+def test_a_constructor_without_arguments_refuses(fp8_type):
     name = fp8_type.__name__
     with pytest.raises(TypeError, match=rf"{name} is made from a float layer: use \.from_float\(.*\) or \.from_codes"):
-        fp8_type(*args)
+        fp8_type()
+
+
+@pytest.mark.parametrize(("float_type", "fp8_type"), FP8_TYPES.items())
+def test_a_constructor_called_as_the_float_layers_makes_one(float_type, fp8_type):
+    args = (4, 4, 3) if "Conv" in float_type.__name__ else (4, 4)  # PEFT makes its LoRA layers so
+    made = fp8_type(*args)
+    assert type(made) is float_type
+    assert made.weight.requires_grad
 
 
 @pytest.mark.parametrize("scheme", [STATIC, QuantizationScheme(tile=(1, -1)), "FP8_BLOCK", "FP8_DYNAMIC"])
