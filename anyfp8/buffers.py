@@ -46,25 +46,29 @@ def refill(tree: ModuleTree, device: torch.device | None) -> Callable[[], None]:
             owner._non_persistent_buffers_set.clear()
             owner._non_persistent_buffers_set.update(hidden)
 
-    problems: list[Problem] = []
-    for owner, leaf in tree.meta_buffers.values():
-        fresh = torch.empty_like(owner.get_buffer(leaf), device=where)
-        owner._buffers[leaf] = fresh.fill_(float("nan")) if fresh.is_floating_point() else fresh.zero_()
-    for owner, name in owners.items():
-        if _has_hook(owner):
-            with _parameters_on(owner, where):
-                try:
-                    cast(Any, owner).init_non_persistent_buffers()
-                except Exception as error:
-                    problems.append(Problem("meta", name, f"init_non_persistent_buffers() raised {error!r}"))
-    problems += _from_configs(tree, {name: owner for owner, name in owners.items() if not _has_hook(owner)}, where)
-    for name, (owner, leaf) in tree.meta_buffers.items():
-        found = owner._buffers.get(leaf)
-        if found is None or found.is_meta or (found.is_floating_point() and found.numel() and found.isnan().all()):
-            problems.append(Problem("meta", name, f"{_way(owner)} left it empty"))
-    for name, (owner, key) in tree.meta_attributes.items():
-        if key in owner.__dict__ and any(t.is_meta for t in tensors_in(owner.__dict__[key])):
-            problems.append(Problem("meta", name, f"{_way(owner)} left it on meta"))
+    try:
+        problems: list[Problem] = []
+        for owner, leaf in tree.meta_buffers.values():
+            fresh = torch.empty_like(owner.get_buffer(leaf), device=where)
+            owner._buffers[leaf] = fresh.fill_(float("nan")) if fresh.is_floating_point() else fresh.zero_()
+        for owner, name in owners.items():
+            if _has_hook(owner):
+                with _parameters_on(owner, where):
+                    try:
+                        cast(Any, owner).init_non_persistent_buffers()
+                    except Exception as error:
+                        problems.append(Problem("meta", name, f"init_non_persistent_buffers() raised {error!r}"))
+        problems += _from_configs(tree, {name: owner for owner, name in owners.items() if not _has_hook(owner)}, where)
+        for name, (owner, leaf) in tree.meta_buffers.items():
+            found = owner._buffers.get(leaf)
+            if found is None or found.is_meta or (found.is_floating_point() and found.numel() and found.isnan().all()):
+                problems.append(Problem("meta", name, f"{_way(owner)} left it empty"))
+        for name, (owner, key) in tree.meta_attributes.items():
+            if key in owner.__dict__ and any(t.is_meta for t in tensors_in(owner.__dict__[key])):
+                problems.append(Problem("meta", name, f"{_way(owner)} left it on meta"))
+    except BaseException:
+        undo()
+        raise
     if problems:
         undo()
         raise LoadError(problems)
@@ -122,12 +126,16 @@ def _from_configs(tree: ModuleTree, owners: dict[str, nn.Module], where: torch.d
 
 
 def _moved(value: Any, where: torch.device) -> Any:
+    """The same on another device; what is on meta stays there."""
     if isinstance(value, Tensor):
-        return value.to(where)
+        return value if value.is_meta else value.to(where)
     if type(value) in (list, tuple):
         return type(value)(_moved(item, where) for item in value)
     if type(value) is dict:
         return {key: _moved(item, where) for key, item in value.items()}
+    if any(True for _ in tensors_in(value)):  # an object of the library's, which nobody else holds
+        for key, item in vars(value).items():
+            vars(value)[key] = _moved(item, where) if isinstance(item, Tensor) else item
     return value
 
 

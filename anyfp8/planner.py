@@ -19,7 +19,7 @@ from anyfp8.layers import forward_replaced, replacement
 from anyfp8.manifest import LayerSpec, Manifest
 from anyfp8.naming import Need, Rename, find_prefix, renamer
 from anyfp8.plan import Assign, Dequantize, Parametrize, Plan, Replace, Skip, Stack, Step
-from anyfp8.reads import weight_readers
+from anyfp8.reads import attributes_used, weight_readers
 from anyfp8.replace import HOOKED, ModuleTree, Slot
 from anyfp8.selection import patterns, selected
 
@@ -329,6 +329,9 @@ class _Planner:
         for name in self.tree.lazy:
             self.problems.append(Problem("unsupported", name, "has no shape yet: run the model once before loading"))
         lost = {name: (owner, "a non-persistent buffer") for name, (owner, _) in self.tree.meta_buffers.items()}
+        if self.tree.meta_attributes:  # what only methods for training or conversion use may stay lost
+            used = attributes_used(self.tree)
+            self.tree.meta_attributes = {n: at for n, at in self.tree.meta_attributes.items() if at[1] in used}
         lost |= {name: (owner, "a tensor attribute on meta") for name, (owner, _) in self.tree.meta_attributes.items()}
         for name, (owner, what) in lost.items():
             if not refillable(self.tree, owner, name.rpartition(".")[0]):

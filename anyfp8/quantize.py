@@ -140,10 +140,9 @@ def plan_quantization(
     plan = QuantizationPlan(str(chosen), tree)
     wanted, unwanted = patterns(include), patterns(exclude)
     for path, module in tree.modules.items():  # those whose weight is no parameter of theirs (yet)
-        if isinstance(module, (*LAYERS, *_OTHERS)) and join(path, "weight") not in tree.slots:
-            computed = "its weight is computed, by weight norm or another parametrization"
-            if selected([path], wanted, unwanted):
-                plan.skipped[path] = replacement(module)[1] or computed
+        computed = isinstance(module, (*LAYERS, *_OTHERS)) and join(path, "weight") not in tree.slots
+        if computed and selected([path], wanted, unwanted):
+            plan.skipped[path] = replacement(module)[1] or "its weight is computed at each call, by a hook"
     readers = {} if chosen.weight_only else weight_readers(tree)
     for slot in tree.unique_slots():
         paths = [layer_path(*_split(name)) for name in slot.names]
@@ -175,31 +174,29 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _kind(slot: Slot, paths: list[str]) -> str:
-    """What a tensor is here: "layer" (a weight that a layer multiplies with), "experts", "in_proj_weight"; or ""."""
+    """What a tensor is here: "layer" (a weight that a layer multiplies with), "experts" (a stack), "in_proj_weight",
+    "other" (a matrix that may well be multiplied with, which nothing here knows how to serve); or ""."""
     owner, tensor = slot.owner, slot.tensor
+    known = (*LAYERS, *_OTHERS)
     if slot.is_buffer or not tensor.is_floating_point() or tensor.dim() < 2:
         return ""
-    if slot.leaf == "weight" and (
-        isinstance(owner, tuple(LAYERS)) or is_hf_conv1d(owner) or isinstance(owner, _OTHERS)
-    ):
-        return "layer"
-    if slot.leaf.endswith("proj_weight") and isinstance(owner, nn.MultiheadAttention):
-        return slot.leaf
-    if "expert" in f"{paths[0]} {type(owner).__name__}".lower():
-        return (
-            "experts" if tensor.dim() == 3 else "flat experts" if tensor.dim() == 2 and "bias" not in slot.leaf else ""
-        )
-    return ""
+    if isinstance(owner, known) or is_hf_conv1d(owner):
+        return "layer" if slot.leaf == "weight" else ""
+    if isinstance(owner, nn.MultiheadAttention):
+        return slot.leaf if slot.leaf.endswith("proj_weight") else ""
+    experts = "expert" in f"{paths[0]} {type(owner).__name__}".lower()
+    if experts and tensor.dim() == 3:
+        return "experts"
+    matrix = sum(n > 1 for n in tensor.shape) > 1  # a norm's weight may be [1, 1, 1, channels]
+    return "other" if matrix and ("weight" in slot.leaf or (experts and "bias" not in slot.leaf)) else ""
 
 
 def _refusal(slot: Slot, kind: str, scheme: QuantizationScheme) -> str:
     """Why it must stay float; "" if it need not."""
-    if kind == "layer":
+    if kind in ("layer", "other"):
         layer_type, reason = replacement(slot.owner)
         if layer_type is None:
             return reason
-    if kind == "flat experts":
-        return "a matrix that is no layer's weight: nothing says whether it is multiplied with"
     rank = slot.tensor.dim()
     if kind != "experts" and len(scheme.for_rank(rank).tile) != rank:
         return f"tile {list(scheme.tile)} is for weights of another rank"

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -142,11 +143,49 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
 @dataclass(frozen=True)
 class _Code:
     """What a class's forward (with the methods that it calls) says: paths `a.b` of `self.a.b(...)` and of
-    `self.a.b.weight`; and whether it names the weight of anything else, or can't be read at all."""
+    `self.a.b.weight`; and whether a trace may find more: it names the weight of anything else, gives itself to a child
+    (a processor), or can't be read at all."""
 
     called: frozenset[str]
     read: frozenset[str]
     aliased: bool
+
+
+@cache
+def _method(kind: type[nn.Module], name: str) -> tuple[ast.AST, ...] | None:
+    """The syntax of one method of a class, () if it has none of this name, None if its source can't be read."""
+    method = getattr(kind, name, None)
+    if not inspect.isfunction(method):
+        return ()
+    try:
+        return tuple(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(method)))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+def attributes_used(tree: ModuleTree) -> Container[str]:
+    """The attribute names that any forward of the model, or a method that one calls by whatever path, mentions."""
+    kinds: set[Any] = {type(module) for module in tree.modules.values()}
+    names: set[str] = set()
+    todo, done = {"forward"}, set[str]()
+    while todo:
+        done |= todo
+        called: set[str] = set()
+        for kind, method in itertools.product(kinds, todo):
+            if kind.__module__.startswith("torch.nn."):
+                continue
+            nodes = _method(cast(Any, kind), method)
+            if nodes is None:
+                return _Everything()
+            called |= {n.func.attr for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)}
+            names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        todo = called - done
+    return names
+
+
+class _Everything(Container[str]):
+    def __contains__(self, name: object) -> bool:
+        return True
 
 
 @cache
@@ -157,13 +196,11 @@ def _code(kind: type[nn.Module]) -> _Code:
     todo, done = ["forward"], set()
     while todo:
         name = todo.pop()
-        method = getattr(kind, name, None)
-        if name in done or not inspect.isfunction(method):
+        if name in done:
             continue
         done.add(name)
-        try:
-            nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(method)))))
-        except (OSError, TypeError, SyntaxError):
+        nodes = _method(cast(Any, kind), name)
+        if nodes is None:
             aliased = True
             continue
         above = {id(child): node for node in nodes for child in ast.iter_child_nodes(node)}
@@ -171,6 +208,7 @@ def _code(kind: type[nn.Module]) -> _Code:
             if isinstance(node, ast.Call) and (path := _path(node.func)):
                 called.add(path)
                 todo.append(path)
+                aliased |= any(isinstance(given, ast.Name) and given.id == "self" for given in node.args)
             elif isinstance(node, ast.Attribute) and node.attr == "weight" and not _asks(above.get(id(node))):
                 path = _path(node.value)
                 read |= {path} if path else set()

@@ -109,8 +109,9 @@ class ModuleTree:
             buffer = module._buffers.get(leaf)
             if buffer is not None and buffer.is_meta:
                 self.meta_buffers[join(path, leaf)] = (module, leaf)
+        computed = _computed(module)
         for key, value in module.__dict__.items():
-            if key not in _TENSORS and any(tensor.is_meta for tensor in tensors_in(value)):
+            if key not in (*_TENSORS, *computed) and any(tensor.is_meta for tensor in tensors_in(value)):
                 self.meta_attributes[join(path, key)] = (module, key)
         for name, child in module._modules.items():
             if child is None or (name == "parametrizations" and _decoders(module)):
@@ -141,12 +142,24 @@ class ModuleTree:
 
 
 def tensors_in(value: Any, depth: int = 2) -> Iterator[Tensor]:
-    """The tensors (parameters aside) that an attribute holds, itself or in lists, tuples and dicts."""
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        yield value
+    """The tensors (parameters aside) that an attribute holds: itself, in lists, tuples and dicts, or as attributes of
+    an object that is no module."""
+    if isinstance(value, Tensor):
+        if not isinstance(value, nn.Parameter):
+            yield value
     elif depth and isinstance(value, (list, tuple, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(item, depth - 1)
+    elif depth and not isinstance(value, (nn.Module, type)) and not callable(value):
+        for item in getattr(value, "__dict__", {}).values():
+            yield from tensors_in(item, 0)
+
+
+def _computed(module: nn.Module) -> set[str]:
+    """Attributes that a pre-hook computes anew at each call: the weight under torch's older weight norm, spectral norm
+    and pruning."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__module__.startswith("torch.nn.utils.")]
+    return {str(getattr(hook, "name", getattr(hook, "_tensor_name", ""))) for hook in hooks}
 
 
 def _slots(module: nn.Module) -> Iterator[Slot]:

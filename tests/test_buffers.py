@@ -142,3 +142,86 @@ def test_the_hook_may_fill_an_attribute(tmp_path):
     assert lazy.tables["a"][0].is_meta
     x = randn(2, 8)
     assert_same_bytes(anyfp8.load(fresh, tmp_path / "q")(x), model(x))
+
+
+# --- what needs no file ---
+class Normed(nn.Module):
+    """torch's older norms keep `weight` as an attribute that each call computes anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.conv = nn.utils.weight_norm(nn.Conv1d(8, 8, 3, padding=1))
+
+    def forward(self, x):
+        return self.conv(self.fc(x).mT).mT
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+def test_a_weight_that_is_computed_at_each_call_is_not_lost(tmp_path):
+    model = anyfp8.quantize(Normed(), "FP8_DYNAMIC")
+    anyfp8.save(model, tmp_path / "q")
+    with torch.device("meta"):
+        fresh = Normed()
+    x = randn(1, 5, 8)
+    assert_same_bytes(anyfp8.load(fresh, tmp_path / "q")(x), model(x))
+    assert anyfp8.report(model).skipped == {"conv": "its weight is computed at each call, by a hook"}
+
+
+class Schedule:
+    """An object that is no module, with a tensor in it."""
+
+    def __init__(self):
+        self.sigmas = torch.linspace(1, 2, 8)
+
+
+class Scheduled(Table):
+    def __init__(self):
+        super().__init__()
+        self.tables, self.schedule = {}, Schedule()
+
+    def forward(self, x):
+        return self.fc(x * self.schedule.sigmas)
+
+
+def test_a_tensor_in_an_object_is_named(tmp_path):
+    anyfp8.save(anyfp8.quantize(Scheduled(), "FP8_DYNAMIC"), tmp_path / "q")
+    with torch.device("meta"):
+        fresh = Scheduled()
+    with pytest.raises(anyfp8.LoadError, match=r"schedule.*a tensor attribute on meta"):
+        anyfp8.load(fresh, tmp_path / "q")
+    anyfp8.load(Scheduled(), tmp_path / "q")
+
+
+def test_an_attribute_that_no_forward_uses_may_stay_lost(tmp_path):
+    class Merged(nn.Module):
+        """As timm leaves its reparameterised blocks."""
+
+        def __init__(self):
+            super().__init__()
+            self.fc, self.id_tensor = nn.Linear(8, 8), torch.eye(8)
+
+        def fuse(self):
+            return self.fc.weight + self.id_tensor
+
+        def forward(self, x):
+            return self.fc(x)
+
+    class Helped(Merged):
+        """Here a method that the forward of another module calls uses it."""
+
+        def scaled(self, x):
+            return self.fc(x) @ self.id_tensor
+
+    class Holding(Holder):
+        def forward(self, x):
+            return self.inner.scaled(x)
+
+    x = randn(2, 8)
+    model = anyfp8.quantize(Merged(), "FP8_DYNAMIC")
+    anyfp8.save(model, tmp_path / "q")
+    with torch.device("meta"):
+        fresh, holding = Merged(), Holding(Helped())
+    assert_same_bytes(anyfp8.load(fresh, tmp_path / "q")(x), model(x))
+    with pytest.raises(anyfp8.LoadError, match=r"inner\.id_tensor.*a tensor attribute on meta"):
+        anyfp8.load(holding, tmp_path / "q")

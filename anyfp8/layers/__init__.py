@@ -76,8 +76,10 @@ def replacement(module: nn.Module) -> tuple[type[FP8Layer] | None, str]:
     if type(module) not in LAYERS:
         base = next((t for t in type(module).__mro__ if t in LAYERS), None)
         if base is not None and type(module) is not base:
-            name = (type(module).__bases__[0] if parametrize.is_parametrized(module) else type(module)).__name__
-            return None, f"{name} is a subclass of {base.__name__} that may compute something else"
+            own = type(module).__bases__[0] if parametrize.is_parametrized(module) else type(module)
+            if own is base:
+                return None, "its weight is computed, by weight norm or another parametrization"
+            return None, f"{own.__name__} is a subclass of {base.__name__} that may compute something else"
         return None, f"{type(module).__name__} is no layer type that has an FP8 version"
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return None, "an Embedding with max_norm rewrites its table at each call"

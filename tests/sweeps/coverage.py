@@ -36,7 +36,7 @@ def clean(row: Row) -> dict[str, object]:
     """A row as JSON, without what is empty; decibels with one decimal, infinite ones as null."""
     values = row.to_dict()
     del values["library"]
-    for name in ("oracle_db", "sqnr_db"):
+    for name in ("layers_db", "oracle_db", "sqnr_db"):
         values[name] = round(values[name], 1) if math.isfinite(values[name]) else None
     return {k: v for k, v in values.items() if v not in ({}, "", None)} | {"wrong": row.wrong}
 
@@ -49,8 +49,10 @@ def table(kept: dict[str, dict]) -> str:
         "Written by `scripts/test -m sweep`. Every number and reason is read off plans and reports; `coverage.json`",
         "has them as data. Each model is built small, with random weights, quantized to static FP8 with random",
         "calibration, saved, loaded into a fresh model (on meta, where it can be built there) and run. *Exact*: the",
-        "output is the quantized original's, bit for bit. *Oracle*: SQNR against ordinary layers with decoded weights",
-        "and rounded inputs; *float*: against the float model (random weights: it says nothing about accuracy).",
+        "output is the quantized original's, bit for bit. *Layers*: the lowest SQNR of an FP8 layer's output against",
+        "an ordinary layer with the decoded weight and the rounded input; *oracle*: of the model's output against a",
+        "model of those (deep networks amplify a code that is rounded the other way); *float*: against the float model",
+        "(random weights: it says nothing about accuracy).",
         "*Wrong* counts models that load without an error and compute something else.",
         "",
         "| library | names planned right | models | exact | refused | wrong | seconds |",
@@ -70,8 +72,8 @@ def table(kept: dict[str, dict]) -> str:
         if others := {k: n for k, n in found["planned"].items() if k != "right"}:
             lines += [f"Not planned right: {', '.join(f'{n} × {k}' for k, n in others.items())}", ""]
         lines += [
-            "| family | model | FP8 layers | exact | oracle dB | float dB | loaded into | reasons |",
-            "|---|---|---|---|---|---|---|---|",
+            "| family | model | FP8 layers | exact | layers dB | oracle dB | float dB | loaded into | reasons |",
+            "|---|---|---|---|---|---|---|---|---|",
         ]
         for row in found["rows"]:
             reasons = [f"{n} left float: {why}" for why, n in row.get("left", {}).items()]
@@ -83,6 +85,7 @@ def table(kept: dict[str, dict]) -> str:
                 row["name"],
                 row["fp8"],
                 "yes" if row["exact"] else "**no**",
+                number(row, "layers_db"),
                 number(row, "oracle_db"),
                 number(row, "sqnr_db"),
                 into,
