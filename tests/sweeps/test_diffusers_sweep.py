@@ -42,6 +42,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:flex_attention called without torch.compile:UserWarning",
     "ignore:In CPU autocast, but the target dtype is not supported:UserWarning",
     "ignore:To copy construct from a tensor:UserWarning",
+    "ignore:.torch.jit.script. is deprecated:FutureWarning",
 )
 
 

@@ -21,7 +21,7 @@ transformers = pytest.importorskip(
 
 
 # TimesFM copies tensors with torch.tensor()
-pytestmark = pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning:transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
 #: family → model type → case
 CASES = {
     "decoder": DECODERS,
