@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import re
 import textwrap
 import warnings
 from collections.abc import Container, Iterable, Iterator
@@ -23,6 +24,8 @@ from torch import fx, nn
 from anyfp8.layers import LAYERS, FP8Layer
 from anyfp8.replace import ModuleTree
 
+#: names of methods that merge branches (timm's reparameterised blocks), after which nothing of them is used any more
+_MERGES = re.compile("reparam|fuse|merge|deploy")
 #: what code asks a weight for without using its values
 METADATA = {
     *(
@@ -164,10 +167,12 @@ def _method(kind: type[nn.Module], name: str) -> tuple[ast.AST, ...] | None:
 
 
 def attributes_used(tree: ModuleTree) -> Container[str]:
-    """The attribute names that any forward of the model, or a method that one calls by whatever path, mentions."""
+    """The attribute names that the model's public methods (forward may not be the one that is called), or methods that
+    these call by whatever path, mention. Methods that merge a model's branches for good don't count."""
     kinds: set[Any] = {type(module) for module in tree.modules.values()}
     names: set[str] = set()
-    todo, done = {"forward"}, set[str]()
+    public = {name for kind in kinds for name in dir(kind) if not name.startswith("_") and not hasattr(nn.Module, name)}
+    todo, done = {"forward", *(name for name in public if not _MERGES.search(name))}, set[str]()
     while todo:
         done |= todo
         called: set[str] = set()
