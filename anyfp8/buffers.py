@@ -66,12 +66,11 @@ def refill(tree: ModuleTree, device: torch.device | None) -> Callable[[], None]:
         for name, (owner, key) in tree.meta_attributes.items():
             if key in owner.__dict__ and any(t.is_meta for t in tensors_in(owner.__dict__[key])):
                 problems.append(Problem("meta", name, f"{_way(owner)} left it on meta"))
+        if problems:
+            raise LoadError(problems)
     except BaseException:
         undo()
         raise
-    if problems:
-        undo()
-        raise LoadError(problems)
     return undo
 
 

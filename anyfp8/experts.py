@@ -8,17 +8,15 @@ from dataclasses import dataclass, replace
 from anyfp8.manifest import LayerSpec
 from anyfp8.replace import ModuleTree, Slot
 
+#: stacked parameter → the modules whose rows it joins, in the two vocabularies of models that have experts one by one
+STACKS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 #: leaf of the per-expert module → (stacked parameter, which part of its rows, of how many)
 _PARTS = {
-    "gate_proj": ("gate_up_proj", 0, 2),
-    "up_proj": ("gate_up_proj", 1, 2),
-    "down_proj": ("down_proj", 0, 1),
-    "w1": ("gate_up_proj", 0, 2),
-    "w3": ("gate_up_proj", 1, 2),
-    "w2": ("down_proj", 0, 1),
+    leaf: (stacked, part, len(leaves))
+    for stacked, vocabularies in STACKS.items()
+    for leaves in vocabularies
+    for part, leaf in enumerate(leaves)
 }
-#: how models name the parts of a stacked parameter, one by one: the same in two vocabularies
-_NAMES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 _EXPERT = re.compile(rf"(?P<head>(?:.*\.)?experts)\.(?P<index>[0-9]{{1,9}})\.(?P<leaf>{'|'.join(_PARTS)})\.weight")
 
 
@@ -63,7 +61,7 @@ def unstacked(tree: ModuleTree, name: str, shape: tuple[int, ...]) -> list[Exper
     head, _, leaf = name.rpartition(".")
     if head.rpartition(".")[2] != "experts" or len(shape) != 3:
         return []
-    for parts in _NAMES.get(leaf, ()):
+    for parts in STACKS.get(leaf, ()):
         names = [(i, part, f"{head}.{i}.{one}.weight") for i in range(shape[0]) for part, one in enumerate(parts)]
         slots = [(i, part, tree.find(found)) for i, part, found in names]
         each = (shape[1] // len(parts), shape[2])

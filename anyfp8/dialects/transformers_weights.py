@@ -8,7 +8,7 @@ from math import prod
 from anyfp8.checkpoint import TensorRef
 from anyfp8.claims import ManifestBuilder
 from anyfp8.dialects.transformers_rules import E4M3, Rules
-from anyfp8.experts import stacked_place
+from anyfp8.experts import STACKS, stacked_place
 from anyfp8.numerics import grid_shape
 from anyfp8.sources import Codes, Scale
 
@@ -16,7 +16,7 @@ from anyfp8.sources import Codes, Scale
 _SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
 _INPUTS = ("activation_scale", "input_scale", "act_scale", "qscale_act")
 #: parameters that stack experts → their parts, as the single experts are called
-STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+STACKED = {stacked: names[0] for stacked, names in STACKS.items()}
 
 
 def is_expert(name: str) -> bool:
